@@ -36,6 +36,8 @@ import functools
 import itertools
 import json
 import math
+import operator
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -80,7 +82,7 @@ def to_json(message: object) -> str:
 
 def encode(message: object) -> str:
     """A message with its kind, as JSON text: MessageSet.read takes it."""
-    return to_json({"kind": kind_of(message), **_fields(message)})
+    return to_json({"kind": kind_of(message), **_fields_of(cast(Any, type(message)))(message)})
 
 
 def write(message: object) -> dict[str, Any]:
@@ -99,7 +101,11 @@ class MessageSet:
     def __init__(self, *kinds: type[Any], strict: bool = False) -> None:
         """If `strict` is true, unknown fields are refused."""
         self.kinds = {kind.__name__: kind for kind in kinds}
-        self._strict = strict
+        self._known = {
+            name: frozenset({"kind", *_field_names(cast(Any, kind))}) if strict else None
+            for name, kind in self.kinds.items()
+        }
+        """By kind, the fields that a message may have; None: any."""
 
     def read(self, head: Mapping[str, Any]) -> Any:
         """Parse a message as the dataclass of its kind."""
@@ -109,8 +115,9 @@ class MessageSet:
                 f"its kind is {str(name)[:80]!r}, not one of {', '.join(self.kinds)}"
             )
         kind = self.kinds[name]
-        if self._strict and (unknown := head.keys() - {"kind", *_field_names(cast(Any, kind))}):
-            raise ProtocolError(f"{name!r} has unknown fields: {', '.join(sorted(unknown))[:200]}")
+        if (known := self._known[name]) is not None and not known >= head.keys():
+            unknown = ", ".join(sorted(head.keys() - known))
+            raise ProtocolError(f"{name!r} has unknown fields: {unknown[:200]}")
         try:
             return read(kind, head)
         except ProtocolError as error:
@@ -131,14 +138,26 @@ def check(passes: Callable[[Any], bool], problem: str) -> Callable[[Any], Any]:
     return checked
 
 
-def at_least(least: float) -> Callable[[Any], Any]:
-    return check(
-        lambda value: value >= least, "is negative" if least == 0 else f"is less than {least}"
-    )
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """A check for `Annotated`: a number from `least` to `most`. Another one has this problem."""
+
+    least: float
+    most: float
+    problem: str
+
+    def __call__(self, value: Any) -> Any:
+        if not self.least <= value <= self.most:
+            raise ValueError(self.problem)
+        return value
 
 
-def at_most(most: float) -> Callable[[Any], Any]:
-    return check(lambda value: value <= most, f"is more than {most}")
+def at_least(least: float) -> Bounds:
+    return Bounds(least, math.inf, "is negative" if least == 0 else f"is less than {least}")
+
+
+def at_most(most: float) -> Bounds:
+    return Bounds(-math.inf, most, f"is more than {most}")
 
 
 def max_length(most: int) -> Callable[[Any], Any]:
@@ -155,8 +174,8 @@ def _seconds(value: float) -> float:
 
 Count = Annotated[int, at_least(0)]
 Positive = Annotated[int, at_least(1)]
-Finite = Annotated[float, check(math.isfinite, "is not finite")]
-Weight = Annotated[float, check(lambda value: 0 <= value <= 1e300, "is not a weight")]
+Finite = Annotated[float, Bounds(-sys.float_info.max, sys.float_info.max, "is not finite")]
+Weight = Annotated[float, Bounds(0, 1e300, "is not a weight")]
 Seconds = Annotated[float, _seconds]
 
 
@@ -185,11 +204,15 @@ def _reader(hint: Any) -> Reader:
     if hint in _SIMPLE:
         return _SIMPLE[hint]
     if origin is Annotated:
-        return _checked(_reader(arguments[0]), arguments[1:])
+        checked = _checked(_reader(arguments[0]), arguments[1:])
+        if arguments[0] in (int, float) and all(isinstance(c, Bounds) for c in arguments[1:]):
+            return _bounded(cast("type[Any]", arguments[0]), arguments[1:], checked)
+        return checked
     if origin is Literal:
         return _literal(arguments)
     if origin in (Union, types.UnionType):
-        return _any_of([_reader(each) for each in arguments])
+        readers = [_reader(each) for each in arguments if each is not type(None)]
+        return _any_of(readers, or_none=len(readers) < len(arguments))
     if origin is tuple and arguments[-1:] != (...,):
         return _tuple([_reader(each) for each in arguments])
     if origin in (list, tuple, Sequence):
@@ -280,8 +303,23 @@ def _checked(inner: Reader, checks: Sequence[Callable[[Any], Any]]) -> Reader:
     return parse
 
 
-def _any_of(readers: Sequence[Reader]) -> Reader:
+def _bounded(kind: type[Any], checks: Sequence[Bounds], checked: Reader) -> Reader:
+    """Read a number with one comparison; `checked` reads all that this does not accept."""
+    least = max(check.least for check in checks)
+    most = min(check.most for check in checks)
+    if kind is int:
+        least, most = max(least, -MAX_INT), min(most, MAX_INT)
+
     def parse(value: Any) -> Any:
+        return value if type(value) is kind and least <= value <= most else checked(value)
+
+    return parse
+
+
+def _any_of(readers: Sequence[Reader], *, or_none: bool) -> Reader:
+    def parse(value: Any) -> Any:
+        if or_none and value is None:
+            return None
         failure: _FieldError | None = None
         for each in readers:
             try:
@@ -347,7 +385,17 @@ def _dataclass(kind: type[Any]) -> Reader:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     }
 
+    whole = not any(field.kw_only for field in fields)
+
     def parse(value: Any) -> Any:
+        if whole and type(value) is dict:
+            try:
+                return kind(*[reader(value[name]) for name, reader in readers])
+            except (KeyError, _FieldError, ValueError):
+                pass  # a field is missing or wrong: read again, with defaults, or to name it
+        return parse_each(value)
+
+    def parse_each(value: Any) -> Any:
         if isinstance(value, list | tuple):
             if not len(required) <= len(value) <= len(fields):
                 raise _FieldError(f"has {len(value)} fields of {len(required)} to {len(fields)}")
@@ -383,20 +431,33 @@ def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind) if field.init)
 
 
-def _fields(message: Any) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in _field_names(cast(Any, type(message)))}
+@functools.cache
+def _fields_of(kind: Any) -> Callable[[Any], dict[str, Any]]:
+    """Return a function from a message of this class to its fields."""
+    names = _field_names(kind)
+    if len(names) < 2:
+        return lambda message: {name: getattr(message, name) for name in names}
+    values = operator.attrgetter(*names)
+    return lambda message: dict(zip(names, values(message), strict=True))
 
 
-def _plain_value(value: Any) -> Any:
-    """Convert what JSON does not have; dataclasses inside it follow by themselves."""
-    if isinstance(value, Fraction):
-        return value.numerator, value.denominator
-    if isinstance(value, Mapping):
-        return dict(value)
-    if not dataclasses.is_dataclass(value):
-        raise TypeError(f"{type(value).__name__} can't be sent as JSON")
-    fields = _fields(value)
-    return list(fields.values()) if getattr(value, "as_list", False) else fields
+@functools.cache
+def _plain_of(kind: Any) -> Callable[[Any], Any]:
+    """Return the conversion of a class that JSON does not have; dataclasses inside follow by themselves."""
+    if kind is Fraction:
+        return lambda value: (value.numerator, value.denominator)
+    if issubclass(kind, Mapping):
+        return lambda value: dict(value)
+    if not dataclasses.is_dataclass(kind):
+        raise TypeError(f"{kind.__name__} can't be sent as JSON")
+    fields = _fields_of(cast(Any, kind))
+    if getattr(kind, "as_list", False):
+        return lambda value: list(fields(value).values())
+    return fields
 
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain_value)
+_ENCODER = json.JSONEncoder(
+    separators=(",", ":"),
+    check_circular=False,
+    default=lambda value: _plain_of(cast(Any, type(value)))(value),
+)
