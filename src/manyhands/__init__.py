@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from manyhands.embeddings.spec import Table
     from manyhands.errors import JobError, ManyhandsError
     from manyhands.job import Job
+    from manyhands.measure import Measure
 
 __version__ = "0.1.0"
 __all__ = [
     "Job",
     "JobError",
     "ManyhandsError",
+    "Measure",
     "RowModel",
     "SparseEmbedding",
     "SparseEmbeddingBag",
@@ -38,6 +40,7 @@ _HOMES = {
     "Job": "manyhands.job",
     "JobError": "manyhands.errors",
     "ManyhandsError": "manyhands.errors",
+    "Measure": "manyhands.measure",
     "RowModel": "manyhands.embeddings.modules",
     "SparseEmbedding": "manyhands.embeddings.modules",
     "SparseEmbeddingBag": "manyhands.embeddings.modules",

@@ -18,7 +18,7 @@ import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +31,8 @@ from manyhands.errors import JobError, RunFolderError, UsageError, closest
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from manyhands.measure import Measure
 
 
 @dataclass(kw_only=True)
@@ -116,13 +118,22 @@ class Job:
         return None
 
     def log(self, name: str, value: float | Tensor) -> None:
-        """Log a mean over the batch. Call it from loss() or metrics().
+        """Log a number of the batch. Call it from loss() or metrics().
 
-        Its mean over micro-batches and workers is in the step's event, and on TensorBoard as train/NAME. In
-        an evaluation it becomes a metric. Outside of training and evaluation, nothing happens.
+        It is a mean over the batch, unless measures() declares another rule. Combined over micro-batches and
+        workers, it is in the step's event, and on TensorBoard as train/NAME. In an evaluation it becomes a
+        metric. Outside of training and evaluation, nothing happens.
         """
         if (logged := _logged.get()) is not None:
             logged.append((name, value))
+
+    def measures(self) -> Sequence[Measure]:
+        """Return the units of logged numbers, and how they are combined over micro-batches and workers.
+
+        For example, [mh.Measure("tokens", unit="tokens", rule="sum")]. A logged number that is not listed is
+        a mean without unit.
+        """
+        return []
 
     def unit(self) -> tuple[str, float]:
         """Return the unit of throughput: its name, and its average number per sample."""

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from manyhands.compute.feed import gather
-from manyhands.compute.measures import Sums, add_to, add_up, checked
+from manyhands.compute.measures import add_up, checked, declared_by
 from manyhands.compute.train_state import checked_weight, evaluating, job_loss, to_device, wrong
 from manyhands.job import Job, collecting
+from manyhands.measure import Measure, Pair, add_to, value_of
 
 
 def evaluate(
@@ -29,10 +30,11 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate this worker's part: the samples from part[0] to part[1] of part[2].
 
-    Returns {"samples": number, "sums": {name: [sum of value times weight, weight]}}.
+    Returns {"samples": number, "sums": {name: (number, weight)}}; see measure.py.
     """
     start, stop = (int(len(dataset) * end / part[2]) for end in part[:2])
-    sums: Sums = {}
+    declared = declared_by(job)
+    sums: dict[str, Pair] = {}
     size = max(1, job.batch_size // job.accumulate)
     with evaluating(model), torch.no_grad():
         for low in range(start, stop, size):
@@ -47,17 +49,26 @@ def evaluate(
             weight = float(len(indices) if own is None else checked_weight(own))
             # metrics() wins over a logged value of the same name.
             found = {"loss": loss, **metrics}
-            for name, value in {**found, **_means(logged), **found}.items():
-                # A mean over nothing may be NaN.
-                add_to(sums, name, _number(job, name, value) * weight if weight else 0.0, weight)
+            for name, value in {**found, **_of_batch(logged, declared), **found}.items():
+                measure = declared.get(name) or Measure(name)
+                if weight:
+                    pair = measure.pair(_number(job, name, value), weight)
+                elif measure.rule == "mean":
+                    pair = 0.0, 0.0  # a mean over nothing may be NaN
+                else:
+                    continue
+                add_to(sums, name, pair, measure.rule)
             progress()
     return {"samples": stop - start, "sums": sums}
 
 
-def _means(logged: Sequence[tuple[str, Any]]) -> dict[str, float]:
-    """Return the mean of the values that a job logged under each name, for one batch."""
-    sums = add_up((name, float(checked(name, value)), 1.0) for name, value in logged)
-    return {name: total / count for name, (total, count) in sums.items()}
+def _of_batch(
+    logged: Sequence[tuple[str, Any]], declared: Mapping[str, Measure]
+) -> dict[str, float]:
+    """Combine the values that a job logged under each name, for one batch."""
+    known = {name: declared.get(name) or Measure(name) for name, _ in logged}
+    sums = add_up((known[name], float(checked(name, value)), 1.0) for name, value in logged)
+    return {name: value_of(pair, known[name].rule) for name, pair in sums.items()}
 
 
 def _number(job: Job, name: str, value: Any) -> float:

@@ -75,6 +75,8 @@ class StepReport:
     """If true, the part is not in the weights and is computed again."""
     logged: Logged = field(default_factory=list)
     """Measures that the job logged."""
+    measures: dict[str, float | Tensor] = field(default_factory=dict)
+    """Values of registered measures, by name, that the learner adds. They may be on a device."""
     resolved: bool = True
     """False until it is known whether the part is in the weights; a learner may set it from any thread,
     as the last thing it sets."""

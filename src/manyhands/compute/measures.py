@@ -1,34 +1,32 @@
-"""Measures: numbers that a job logs with `self.log(name, value)` in loss() or metrics().
+"""Measures that a job logs with `self.log(name, value)` in loss() or metrics(); see manyhands/measure.py.
 
-Each is a mean over its batch. Like the loss, it is averaged over micro-batches and workers by their weights.
-A value stays on its device until the step is reported, so logging does not wait for the device. Workers send
-name -> [sum of value times weight, weight], and the coordinator divides.
+What is logged is combined over micro-batches and workers by the rule that the job declares in measures(); by
+default it is a mean, weighted like the loss. A value stays on its device until the step is reported, so
+logging does not wait for the device. Workers send name -> (number, weight); the coordinator combines them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
 from manyhands.errors import JobError
-from manyhands.job import collecting
+from manyhands.job import Job, collecting
+from manyhands.measure import STEP_MEASURES, Measure, Pair, add_to, registered
 
-TAKEN = ("loss", "lr", "samples_per_s", "staleness", "lr_factor", "batch_size")
-"""Names that a step has already; on TensorBoard they are train/loss and so on."""
-
-Sums = dict[str, list[float]]
-"""Name to [sum of value times weight, weight]."""
-Logged = list[tuple[str, Any, Any]]
-"""Name, value and weight; the numbers may be on a device."""
+Logged = list[tuple[Measure, Any, Any]]
+"""Measure, value and weight; the numbers may be on a device."""
 
 
 class Measures:
-    """The measures of one step of one worker."""
+    """The measures that a job declares, and what it logs in one step of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, declared: Mapping[str, Measure] | None = None) -> None:
+        self.declared = dict(declared or {})
+        self._known = dict(self.declared)
+        """With those that it logs without declaring them."""
         self._logged: Logged = []
 
     @contextmanager
@@ -36,7 +34,11 @@ class Measures:
         """Collect what is logged inside the block, with the weight of the batch."""
         with collecting() as logged:
             yield
-        self._logged += [(name, checked(name, value), weight) for name, value in logged]
+        for name, value in logged:
+            number, measure = checked(name, value), self._known.get(name)
+            if measure is None:
+                measure = self._known[name] = Measure(name)
+            self._logged.append((measure, number, weight))
 
     def take(self) -> Logged:
         """Return and forget the measures of the step so far."""
@@ -44,15 +46,31 @@ class Measures:
         return taken
 
 
+def declared_by(job: Job) -> dict[str, Measure]:
+    """Return the measures that the job declares, by name; JobError if they can't be used."""
+    where = f"{type(job).__name__}.measures()"
+    declared: dict[str, Measure] = {}
+    listed = job.measures()
+    if not isinstance(listed, list | tuple) or not all(isinstance(m, Measure) for m in listed):
+        raise JobError(
+            f'{where} must return a list such as [mh.Measure("tokens", unit="tokens", rule="sum")], and '
+            f"returned {listed!r}."
+        )
+    for measure in listed:
+        _check_name(measure.name, f"{where}, Measure({measure.name!r}, ...)")
+        if measure.name in registered():
+            raise JobError(
+                f"{where}: {measure.name!r} is a measure of manyhands. Choose another name, such as "
+                f'"my_{measure.name}".'
+            )
+        if declared.setdefault(measure.name, measure) != measure:
+            raise JobError(f"{where} has two different measures {measure.name!r}.")
+    return declared
+
+
 def checked(name: Any, value: Any) -> Any:
     """Check a logged value; return a copy of it, on its device."""
-    if not isinstance(name, str) or not name.strip():
-        raise JobError(f'self.log({name!r}, ...): the name is a string, such as "grad_penalty".')
-    if name in TAKEN:
-        raise JobError(
-            f"self.log({name!r}, ...): a step has its own {name!r}. Choose another name, such as "
-            f'"my_{name}".'
-        )
+    _check_name(name, f"self.log({name!r}, ...)")
     if isinstance(value, Real):
         return float(value)
     if hasattr(value, "detach") and value.dim() == 0:
@@ -66,24 +84,18 @@ def checked(name: Any, value: Any) -> Any:
     )
 
 
-def add_up(logged: Iterable[tuple[str, float, float]]) -> Sums:
-    """Sum up names, values and weights."""
-    sums: Sums = {}
-    for name, value, weight in logged:
-        add_to(sums, name, value * weight, weight)
+def _check_name(name: Any, where: str) -> None:
+    if not isinstance(name, str) or not name.strip():
+        raise JobError(f'{where}: the name is a string, such as "grad_penalty".')
+    if name in STEP_MEASURES:
+        raise JobError(
+            f'{where}: a step has its own {name!r}. Choose another name, such as "my_{name}".'
+        )
+
+
+def add_up(logged: Iterable[tuple[Measure, float, float]]) -> dict[str, Pair]:
+    """Combine measures, values and weights, in their order."""
+    sums: dict[str, Pair] = {}
+    for measure, value, weight in logged:
+        add_to(sums, measure.name, measure.pair(value, weight), measure.rule)
     return sums
-
-
-def add_to(sums: Sums, name: str, total: float, weight: float) -> None:
-    pair = sums.setdefault(name, [0.0, 0.0])
-    pair[0] += total
-    pair[1] += weight
-
-
-def means(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the mean of each measure over the parts of all workers; not all parts have all measures."""
-    sums: Sums = {}
-    for part in parts:
-        for name, (total, weight) in part.items():
-            add_to(sums, name, total, weight)
-    return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.compute import schedule
-from manyhands.compute.measures import Measures
+from manyhands.compute.measures import Measures, declared_by
 from manyhands.compute.param_groups import build_optimizer, check_optimizer
 from manyhands.compute.schedule_hints import schedule_hint
 from manyhands.embeddings.local_tables import LocalTables
@@ -53,7 +53,7 @@ class TrainState:
     tables: LocalTables = field(default_factory=lambda: LocalTables({}, seed=0))
     """The sparse tables of the model; without specs if it has none."""
     measures: Measures = field(default_factory=Measures)
-    """Measures that the job logs in the current step."""
+    """Measures that the job declares, and what it logs in the current step."""
     lr_factor: float = 1.0
     """Factor on the learning rate of the next step; sent by the coordinator with each step."""
     ticks: int = 1
@@ -115,6 +115,7 @@ class TrainState:
             settings=settings,
             notes=[hint] if hint else [],
             tables=tables,
+            measures=Measures(declared_by(job)),
         )
 
     @property

@@ -25,6 +25,7 @@ from manyhands.hosts.messages import (
     WriteStacks,
 )
 from manyhands.hosts.view import Seat
+from manyhands.measure import Measure
 from manyhands.ranges import Range
 from manyhands.transport.fields import Count, MessageSet, Positive, Seconds, Weight, check
 
@@ -169,6 +170,8 @@ class WorkerFacts:
     tables: Mapping[str, str]
     optimizer: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    measures: list[Measure] = field(default_factory=list)
+    """The registered measures, and those of the job."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class StepRow:
     dropped: bool = False
     """If true, it is not in the weights."""
     measures: Mapping[str, tuple[float, Weight]] = field(default_factory=dict)
-    """What the job has logged: name to (sum of value times weight, weight)."""
+    """Name to (number, weight): what the job has logged and the learner has added; see measure.py."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +239,7 @@ class StepsReport(Report):
 class EvaluationReport(Report):
     samples: Count
     sums: Mapping[str, tuple[float, Weight]]
-    """Metric to (weighted sum, weight)."""
+    """Metric to (number, weight); see measure.py."""
     seconds: Seconds
 
 

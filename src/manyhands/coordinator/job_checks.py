@@ -73,12 +73,12 @@ def _check_scaling(scaling: Scaling, batch: int, *, workers: int, samples: int) 
 
 def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
     """Refuse workers that do not train the same."""
-    for key in ("train_samples", "eval_samples", "parameters", "all_fields"):
+    for key in ("train_samples", "eval_samples", "parameters", "all_fields", "measures"):
         ours, theirs = getattr(first, key), getattr(other, key)
         if ours != theirs:
             raise JobError(
                 f"The workers disagree on the job's {key.removeprefix('all_')}: {ours} and {theirs}. "
-                "model() and data() must give the same in every process."
+                "model(), data() and measures() must give the same in every process."
             )
 
 
@@ -161,4 +161,5 @@ def ready_event(member: str, facts: WorkerFacts, plan_config: PlanConfig) -> eve
         units_per_sample=facts.unit[1],
         tables=facts.tables,
         monitor=str(plan_config.monitor) if plan_config.has_eval else "",
+        measures={m.name: {"unit": m.unit, "rule": m.rule, "help": m.help} for m in facts.measures},
     )

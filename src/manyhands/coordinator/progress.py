@@ -13,11 +13,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manyhands.compute.measures import means
 from manyhands.contract import WHOLE
 from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
 from manyhands.events.events import StepCommitted
+from manyhands.measure import Measure, combine
 from manyhands.ranges import Range, Ranges
 
 PartKey = tuple[int, int]
@@ -78,6 +78,8 @@ class StepProgress:
     def __init__(self) -> None:
         self.width: int | None = None
         """Number of workers that share the time of a step; None in lockstep, where each takes all of it."""
+        self.measures: Mapping[str, Measure] = {}
+        """What jobs and learners report besides the columns of a row; others are means."""
         self._open: dict[int, OpenStep] = {}
         self._complete: list[OpenStep] = []
         self._last: StepCommitted | None = None
@@ -204,7 +206,7 @@ class StepProgress:
             wait_s=self._mean([row.wait_s for row in spent]),
             bytes_sent=sum(row.bytes_sent for row in spent),
             staleness=sum(staleness) / len(rows) if self.width and rows else None,
-            measures=means([row.measures for row in rows]),
+            measures=combine([row.measures for row in rows if row.measures], self.measures),
         )
         return CommittedStep(event, len(parts), weight, staleness)
 
@@ -227,6 +229,8 @@ def _mean_lr(rows: Sequence[StepRow]) -> float:
     return sum(row.lr * row.weight for row in rows) / whole
 
 
-def combine(parts: Sequence[EvaluationReport]) -> tuple[int, dict[str, float]]:
+def evaluation_of(
+    parts: Sequence[EvaluationReport], measures: Mapping[str, Measure]
+) -> tuple[int, dict[str, float]]:
     """Combine all workers' parts of an evaluation into (samples, metrics)."""
-    return sum(part.samples for part in parts), means([part.sums for part in parts])
+    return sum(part.samples for part in parts), combine([part.sums for part in parts], measures)

@@ -9,7 +9,7 @@ from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.membership import Membership
 from manyhands.coordinator.plan import TrainingPlan
-from manyhands.coordinator.progress import combine
+from manyhands.coordinator.progress import evaluation_of
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
 from manyhands.errors import JobError
@@ -38,6 +38,9 @@ class Training:
             context.coordinator.send,
             equal=context.options.equal_shares,
         )
+        self.dispatcher.progress.measures = {
+            measure.name: measure for measure in membership.roster.facts.measures
+        }
         self._run = context.run
         self._membership = membership
         self._checkpoint_tracker = checkpoint_tracker
@@ -172,7 +175,7 @@ class Training:
         self._evaluation = {}
         plan = self.plan
         if plan.awaiting:  # else a stop was requested meanwhile, and a resumed run evaluates again
-            samples, metrics = combine(parts)
+            samples, metrics = evaluation_of(parts, self.dispatcher.progress.measures)
             if (name := plan.config.monitor.name) not in metrics:
                 gave = ", ".join(metrics) or "none"
                 raise JobError(f"monitor is {name!r}, and the evaluation gave {gave}.")

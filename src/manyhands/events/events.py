@@ -84,6 +84,8 @@ class MemberReady(Event):
     """The model's sparse tables, name to description."""
     monitor: str = ""
     """The metric that selects the best model, with its direction: "min loss"; empty if there is none."""
+    measures: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Measures of the job and the strategy by name: unit, rule ("sum", "mean", "max", "last"), help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,8 @@ class StepCommitted(Event):
     staleness: float | None = None
     """Updates between reading the weights and changing them, mean over its parts; None in lockstep."""
     measures: Mapping[str, float] = field(default_factory=dict)
-    """Values that the job logged with self.log(), means over all samples of the step."""
+    """What the job logged with self.log() and what the strategy measured, by name. MemberReady has units
+    and rules; a measure that is not listed there is a mean over all samples of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 Tags: train/loss, train/lr, train/samples_per_s, time/step_s, time/compute_s, time/wait_s,
 comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" with the start banner; without
 lockstep also train/staleness, and at the end a text "staleness" with its histogram; train/<name> for what
-the job logs; train/lr_factor and train/batch_size at the steps at which they change.
+the job logs and the strategy measures; train/lr_factor and train/batch_size at the steps at which they
+change. The description of a tag has its unit, and how it is combined over workers.
 
 Each start of a run writes its own file into the folder; TensorBoard reads them as one. A `Resumed` event
 is written as a SessionLog START at the next step, which makes TensorBoard discard everything from that
@@ -21,12 +22,26 @@ from typing import Any
 
 from manyhands.events import events
 from manyhands.events.sinks import Sink
+from manyhands.measure import STEP_MEASURES, Measure
 
 log = logging.getLogger("manyhands.events")
 
 FLUSH_EVERY_S = 5
 MAX_PENDING = 1_000
 """How many records the writer's thread may lag behind before `handle` waits for it."""
+TAGS = {
+    "loss": "train/loss",
+    "lr": "train/lr",
+    "step_s": "time/step_s",
+    "compute_s": "time/compute_s",
+    "wait_s": "time/wait_s",
+    "bytes_sent": "comm/bytes_sent",
+    "staleness": "train/staleness",
+    "samples_per_s": "train/samples_per_s",
+    "lr_factor": "train/lr_factor",
+    "batch_size": "train/batch_size",
+}
+"""The tags of the measures that a step has in fields of its own. Others are train/NAME."""
 
 
 class TensorBoardSink(Sink):
@@ -37,6 +52,8 @@ class TensorBoardSink(Sink):
         self._writer: Any = None
         self._off = False
         self._started: events.RunStarted | None = None
+        self._descriptions = {tag: STEP_MEASURES[name].describe() for name, tag in TAGS.items()}
+        """By tag; each is written with the tag's first value."""
 
     def handle(self, event: events.Event) -> None:
         if self._off or (self._writer is None and not self._open()):
@@ -45,6 +62,9 @@ class TensorBoardSink(Sink):
             case events.RunStarted():
                 # Kept until it is known at which step this start begins.
                 self._started = event
+            case events.MemberReady(measures=measures):
+                for name, facts in measures.items():
+                    self._descriptions.setdefault(f"train/{name}", describe(name, facts))
             case events.Resumed():
                 self._forget_steps_after(event)
                 self._write_start(step=event.step)
@@ -56,7 +76,10 @@ class TensorBoardSink(Sink):
                 metrics = {f"eval/{name}": value for name, value in event.metrics.items()}
                 self._write(event, event.step, metrics)
             case events.RateChanged():
-                scaled = {"train/lr_factor": event.factor, "train/batch_size": event.batch_size}
+                scaled = {
+                    TAGS["lr_factor"]: event.factor,
+                    TAGS["batch_size"]: float(event.batch_size),
+                }
                 self._write(event, event.step, scaled)
             case events.CheckpointSaved():
                 self._write(event, event.step, {"checkpoint/stall_s": event.stall_s})
@@ -88,6 +111,10 @@ class TensorBoardSink(Sink):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        for value in values if self._descriptions else ():
+            if (description := self._descriptions.pop(value.tag, None)) is not None:
+                value.metadata.summary_description = description
+                value.metadata.plugin_data.plugin_name = "scalars"
         self._add(event, step, summary=Summary(value=values))
 
     def _write_start(self, *, step: int) -> None:
@@ -120,20 +147,24 @@ class TensorBoardSink(Sink):
 
 def step_scalars(event: events.StepCommitted) -> dict[str, float]:
     """Return the scalars of one step, by tag."""
-    scalars = {
-        "train/loss": event.loss,
-        "train/lr": event.lr,
-        "time/step_s": event.step_s,
-        "comm/bytes_sent": float(event.bytes_sent),
+    columns: dict[str, float | None] = {
+        "loss": event.loss,
+        "lr": event.lr,
+        "step_s": event.step_s,
+        "compute_s": event.compute_s,
+        "wait_s": event.wait_s,
+        "bytes_sent": float(event.bytes_sent),
+        "staleness": event.staleness,
+        "samples_per_s": event.samples / event.step_s if event.step_s > 0 else None,
     }
-    if event.compute_s is not None and event.wait_s is not None:
-        scalars |= {"time/compute_s": event.compute_s, "time/wait_s": event.wait_s}
-    if event.step_s > 0:
-        scalars["train/samples_per_s"] = event.samples / event.step_s
-    if event.staleness is not None:
-        scalars["train/staleness"] = event.staleness
-    scalars |= {f"train/{name}": value for name, value in event.measures.items()}
-    return scalars
+    scalars = {TAGS[name]: value for name, value in columns.items() if value is not None}
+    return scalars | {f"train/{name}": value for name, value in event.measures.items()}
+
+
+def describe(name: str, facts: Mapping[str, str]) -> str:
+    """Describe a measure of MemberReady in one line."""
+    rule: Any = facts["rule"]
+    return Measure(name, facts["unit"], rule, facts["help"]).describe()
 
 
 def staleness_text(staleness: Mapping[str, Any]) -> str:

@@ -129,17 +129,17 @@ class ServerState:
         self,
         view: int,
         placement: Placement,
-        received: Mapping[tuple[str, int], BlockState],
+        materials: Mapping[tuple[str, int], BlockState],
         *,
         fresh: bool,
         row_placement: RowPlacement | None = None,
     ) -> None:
-        """Build the blocks of `placement` from `received`, those received, by (role, block), and those held
+        """Build the blocks of `placement` from `materials`, those received, by (role, block), and those held
         here. If `fresh` is true, missing blocks get their initial state."""
 
         def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:
             return {
-                n: received.get((role, n)) or (self.fresh(n) if fresh else self.block_state(n))
+                n: materials.get((role, n)) or (self.fresh(n) if fresh else self.block_state(n))
                 for n in numbers
             }
 
@@ -157,7 +157,7 @@ class ServerState:
                 held.versions[server] = self.ledger.version
         self.coming = held
         if self.rows is not None and row_placement is not None:
-            self.rows.prepare(row_placement, received)
+            self.rows.prepare(row_placement, materials)
 
     def begin(self) -> None:
         """Begin the prepared view."""
@@ -223,9 +223,9 @@ def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str 
     for block in placement.blocks_of(server):
         kept[placement.replica_of(block)].append(block.number)
     spans: list[Span] = []
-    holders: list[str | None] = []
-    for holder, numbers in kept.items():
+    keepers: list[str | None] = []
+    for keeper, numbers in kept.items():
         cut = message_spans(placement.layout, numbers)
         spans += cut
-        holders += [holder] * len(cut)
-    return spans, holders
+        keepers += [keeper] * len(cut)
+    return spans, keepers

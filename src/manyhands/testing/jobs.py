@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag
 from manyhands.job import Job
+from manyhands.measure import Measure
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -112,6 +113,23 @@ class Tokens(Regression):
         inputs, targets = _synthetic(self.samples, seed=1).tensors
         weights = torch.randint(1, 9, (self.samples,), generator=torch.Generator().manual_seed(3))
         return TensorDataset(inputs, targets, weights.float())
+
+
+@dataclass
+class Logging(Regression):
+    """Regression that logs a number by each rule: its samples, the largest and the last batch, their mean."""
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        for name in ("counted", "largest", "newest", "usual"):
+            self.log(name, len(batch[1]))
+        return super().loss(output, batch)
+
+    def measures(self) -> list[Measure]:
+        return [
+            Measure("counted", unit="samples", rule="sum", help="all that were used"),
+            Measure("largest", unit="samples", rule="max"),
+            Measure("newest", unit="samples", rule="last"),
+        ]
 
 
 @dataclass

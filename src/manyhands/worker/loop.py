@@ -41,6 +41,7 @@ from manyhands.hosts.member import Member
 from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import Seat, View
 from manyhands.job import Job, load_job, total_steps
+from manyhands.measure import registered
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, not_finite
 from manyhands.transport.fields import read
@@ -124,6 +125,7 @@ class Worker:
             optimizer=describe_optimizer(model, self.train_state.optimizer),
             notes=self.train_state.notes,
             tables={name: t.describe() for name, t in self.train_state.tables.specs.items()},
+            measures=[*registered().values(), *self.train_state.measures.declared.values()],
         )
         self.member.send(messages.Ready(self.me.view.seats[0], facts))
 

@@ -15,12 +15,15 @@ from typing import Any
 import torch
 
 from manyhands.compute.gradients import DeviceTime, StepReport
-from manyhands.compute.measures import Sums, add_up
+from manyhands.compute.measures import add_up
 from manyhands.control.messages import Notice, Report, StepRow, StepsReport
 from manyhands.errors import LinkError
 from manyhands.hosts.member import Member
+from manyhands.measure import Pair, registered
 
 REPORT_EVERY_S = 0.1
+_NOTHING: dict[str, Pair] = {}
+"""The measures of a step that has none."""
 
 
 class Reporter:
@@ -76,7 +79,7 @@ class Reporter:
                 part=r.part,
                 staleness=r.staleness,
                 dropped=r.dropped,
-                measures={name: (total, each) for name, (total, each) in measures.items()},
+                measures=measures,
             )
             for r, weight, loss, measures in zip(
                 reports, weights, losses, _read_measures(reports), strict=True
@@ -96,15 +99,25 @@ def _seconds(report: StepReport) -> float | None:
     return spent.seconds() if isinstance(spent, DeviceTime) else spent
 
 
-def _read_measures(reports: Sequence[StepReport]) -> list[Sums]:
-    """What the job has logged in each step, read from its device at once."""
-    logged = [each for report in reports for each in report.logged]
-    values = iter(read_all([value for _, value, _ in logged]))
-    weights = iter(read_all([weight for _, _, weight in logged]))
-    return [
-        add_up((name, next(values), next(weights)) for name, _, _ in report.logged)
-        for report in reports
-    ]
+def _read_measures(reports: Sequence[StepReport]) -> list[dict[str, Pair]]:
+    """The measures of each step: what the job has logged and the learner has added, read from their device at
+    once."""
+    found: list[dict[str, Pair]] = [_NOTHING] * len(reports)
+    some = [i for i, report in enumerate(reports) if report.logged or report.measures]
+    if some:
+        known = registered()
+        logged = [
+            [
+                *reports[i].logged,
+                *((known[name], value, 1.0) for name, value in reports[i].measures.items()),
+            ]
+            for i in some
+        ]
+        values = iter(read_all([value for step in logged for _, value, _ in step]))
+        weights = iter(read_all([weight for step in logged for _, _, weight in step]))
+        for i, step in zip(some, logged, strict=True):
+            found[i] = add_up((measure, next(values), next(weights)) for measure, _, _ in step)
+    return found
 
 
 def read_all(values: Sequence[float | torch.Tensor]) -> list[float]:

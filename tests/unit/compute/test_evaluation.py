@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from manyhands.compute.evaluation import evaluate
+from manyhands.compute.measures import declared_by
 from manyhands.control.messages import EvaluationReport
-from manyhands.coordinator.progress import combine
+from manyhands.coordinator.progress import evaluation_of
 from manyhands.errors import JobError
 from manyhands.transport.fields import read
 
@@ -21,7 +22,8 @@ DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2] + 1)
 
 def whole(job: Any, model: nn.Module, world: int = 1, data: Any = DATA) -> Any:
     found = [evaluate(job, model, data, part=(r, r + 1, world), device="cpu") for r in range(world)]
-    return combine([read(EvaluationReport, {"view": 1, "seconds": 0.0, **each}) for each in found])
+    parts = [read(EvaluationReport, {"view": 1, "seconds": 0.0, **each}) for each in found]
+    return evaluation_of(parts, declared_by(job))
 
 
 def mean_error(self: Any, output: Any, batch: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.progress import WHOLE, StepProgress, combine
+from manyhands.coordinator.progress import WHOLE, StepProgress, evaluation_of
 from manyhands.events.events import StepCommitted
 from manyhands.ranges import Range
 from manyhands.transport.fields import read
@@ -264,11 +264,11 @@ def test_an_evaluation_is_the_weighted_mean_of_its_parts() -> None:
         part(1, {"loss": [6.0, 1.0], "accuracy": [0.0, 1.0], "rare": [5.0, 1.0]}),
     ]
     for order in itertools.permutations(parts):
-        assert combine(order) == (4, {"loss": 3.0, "accuracy": 0.75, "rare": 5.0})
+        assert evaluation_of(order, {}) == (4, {"loss": 3.0, "accuracy": 0.75, "rare": 5.0})
 
 
 def test_an_evaluation_of_nothing_has_no_number() -> None:
-    assert combine([part(0, {})]) == (0, {})
-    samples, metrics = combine([part(2, {"loss": [0.0, 0.0]})])
+    assert evaluation_of([part(0, {})], {}) == (0, {})
+    samples, metrics = evaluation_of([part(2, {"loss": [0.0, 0.0]})], {})
     assert samples == 2
     assert math.isnan(metrics["loss"])

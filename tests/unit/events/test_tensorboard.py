@@ -76,6 +76,38 @@ def test_tags_and_values_read_back(
     assert "| torch | 2.11.0 |" in said
 
 
+def test_a_tag_says_its_unit_and_rule(
+    tmp_path: Path, start: list[ev.Event], step: Callable[..., ev.StepCommitted]
+) -> None:
+    tokens = {"unit": "tokens", "rule": "sum", "help": "of the batch"}
+    ready = [
+        dataclasses.replace(event, measures={"tokens": tokens})
+        if isinstance(event, ev.MemberReady)
+        else event
+        for event in start
+    ]
+    steps = [
+        dataclasses.replace(step(number), measures={"tokens": 100.0 * number, "penalty": 0.5})
+        for number in (1, 2)
+    ]
+    sink = TensorBoardSink(tmp_path)
+    for event in [*ready, *steps]:
+        sink.handle(event)
+    sink.close()
+    board = read(tmp_path)
+    assert [point.value for point in board.Scalars("train/tokens")] == [100.0, 200.0]
+    assert [point.value for point in board.Scalars("train/penalty")] == [0.5, 0.5]
+    described = {
+        tag: board.SummaryMetadata(tag).summary_description
+        for tag in ("train/tokens", "time/compute_s", "comm/bytes_sent")
+    }
+    assert described == {
+        "train/tokens": "sum, in tokens: of the batch",
+        "time/compute_s": "mean, in s: computing, over workers",
+        "comm/bytes_sent": "sum, in bytes: sent by all members",
+    }
+
+
 def test_a_resumed_run_shows_no_step_twice(
     tmp_path: Path,
     start: list[ev.Event],
