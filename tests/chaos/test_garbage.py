@@ -226,7 +226,7 @@ class Attacker:
                 "row_grads": [],
                 "seen": 0,
             },
-            {"kind": "OpenLane", "sender": "worker-1", "view": 1},
+            {"kind": "OpenDataLink", "sender": "worker-1", "view": 1},
             {"kind": "PeerHello", "sender": "worker-1", "view": 1, "sums": [], "undo": []},
             {"kind": "PeerHello", "sender": "worker-0", "view": 1, "sums": [], "undo": []},
             {"kind": "Decide", "decision": {"version": 1, "contributions": []}},

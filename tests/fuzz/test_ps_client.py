@@ -35,7 +35,7 @@ from manyhands.ps.placement import place
 from manyhands.ps.policies import StartPermit
 from manyhands.ps.protocol import TO_WORKER, EnterView, ViewBegun
 from manyhands.transport import Link, Listener, connect
-from manyhands.transport.event_loop import LANES
+from manyhands.transport.event_loop import DATA_LINKS
 from manyhands.transport.fields import write
 
 SERVER, WORKER = "server-0", "worker-0"
@@ -69,7 +69,7 @@ VOCABULARY: dict[str, Any] = {
     "seq": (1, 2),
     "done": (0, 1),
     "span": (0,),
-    "homes": (None,),
+    "row_placement": (None,),
     "travels": (True, False),
     "layout": (LAYOUT.digest,),
     "servers": ([SERVER],),
@@ -139,9 +139,9 @@ def connected(watched: Watched, *, begun: bool) -> Iterator[tuple[Worker, list[L
         assert links[0].recv(timeout_s=ANSWER_S).message["kind"] == "EnterView"
         if begun:
             links[0].send(BEGIN)
-            for _ in range(LANES):
+            for _ in range(DATA_LINKS):
                 links.append(stack.enter_context(listener.accept()))
-                assert links[-1].recv(timeout_s=ANSWER_S).message["kind"] == "OpenLane"
+                assert links[-1].recv(timeout_s=ANSWER_S).message["kind"] == "OpenDataLink"
         yield worker, links
 
 

@@ -170,7 +170,7 @@ def vocabulary(hostile: str) -> dict[str, Any]:
         "ledger": (written["ledger"], written["ledger"] | {"version": 3}),
         "moves": ([], [{"shard": 0, "source": FIRST, "target": SECOND, "role": "own"}]),
         "row_moves": ([],),
-        "homes": (None,),
+        "row_placement": (None,),
         "stale": ([], [[FIRST, SECOND]]),
         "replicas": ({}, {FIRST: 0, SECOND: 0}),
         "sums": ([],),

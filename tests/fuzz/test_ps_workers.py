@@ -1,4 +1,4 @@
-"""A worker sends anything to a parameter server: as its first message, on its connection, on its lanes."""
+"""A worker sends anything to a parameter server: as its first message, on its link, on its data links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from generator import Variant
-from ps_group import BAD, ENTER, GOOD, LANE, LONG_S, STATISTICS, VIEW, RunningServer, running_server
+from ps_group import (
+    BAD,
+    DATA_LINK,
+    ENTER,
+    GOOD,
+    LONG_S,
+    STATISTICS,
+    VIEW,
+    RunningServer,
+    running_server,
+)
 from variants import (
     ANSWER_S,
     Dialect,
@@ -21,7 +31,7 @@ from variants import (
 )
 
 from manyhands.errors import LinkClosed, LinkError
-from manyhands.ps.protocol import FROM_LANE, FROM_WORKER, OPENINGS, TO_WORKER, ViewBegun
+from manyhands.ps.protocol import FROM_DATA_LINK, FROM_WORKER, OPENINGS, TO_WORKER, ViewBegun
 from manyhands.transport import Link
 
 SPAN = bytes(4 * 8)
@@ -52,7 +62,7 @@ WORKER = Dialect.of(
         "RowsRequest": (bytes(8),),
     },
 )
-LANES = Dialect.of("lane to server", FROM_LANE, payloads={"GradientSpan": (SPAN,)})
+DATA_LINKS = Dialect.of("data link to server", FROM_DATA_LINK, payloads={"GradientSpan": (SPAN,)})
 NONSENSE = Variant("nonsense", "is no message", {"kind": "nonsense"})
 
 
@@ -90,16 +100,16 @@ def attack(at: RunningServer, dialect: Dialect, these: list[Variant]) -> None:
                 ends(link, variant)
                 continue
             assert isinstance(link.recv(TO_WORKER, timeout_s=LONG_S).message, ViewBegun)
-            with at.dial(BAD) as lane:
-                lane.send(LANE)
-                say(lane, variant, NONSENSE)
-                ends(lane, variant)
+            with at.dial(BAD) as data_link:
+                data_link.send(DATA_LINK)
+                say(data_link, variant, NONSENSE)
+                ends(data_link, variant)
 
 
-@pytest.mark.parametrize("dialect", [OPENING, WORKER, LANES], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", [OPENING, WORKER, DATA_LINKS], ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("kind", ["proof", "unix"])
 def test_a_worker_sends_anything(dialect: Dialect, kind: str, tmp_path: Path) -> None:
-    if dialect is LANES and kind == "unix":
+    if dialect is DATA_LINKS and kind == "unix":
         return
     these = sample(variants(dialect, vocabulary=VOCABULARY), each=8)
     with watching() as watched, running_server(kind, tmp_path) as at:
@@ -110,7 +120,7 @@ def test_a_worker_sends_anything(dialect: Dialect, kind: str, tmp_path: Path) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("dialect", [OPENING, WORKER, LANES], ids=lambda dialect: dialect.name)
+@pytest.mark.parametrize("dialect", [OPENING, WORKER, DATA_LINKS], ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("rounds", [False, True], ids=["async", "sync"])
 def test_a_worker_sends_everything(
     dialect: Dialect, rounds: bool, seed: int, tmp_path: Path

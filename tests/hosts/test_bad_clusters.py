@@ -32,7 +32,7 @@ def test_a_host_that_does_not_reach_the_coordinator(tmp_path: Path, lab: Lab) ->
     cast = Cast(lab, tmp_path, command(tmp_path / "run", "--wait", "5"), tmp_path / "run")
     assert cast.codes() == {"host-0": 2, "host-1": 2, "host-2": 1}
     assert "Not all processes joined within 5 s: rank-2 of 3 did not connect" in cast.out("host-0")
-    assert "host-1 ends with exit code 2; see the output of host-0" in cast.out("host-1")
+    assert "host-1 exits with code 2; see the output of host-0" in cast.out("host-1")
     lost = "host-2 found no coordinator at tcp://host-0:29500 within 5 s: timed out"
     assert lost in cast.out("host-2")
 
@@ -46,8 +46,6 @@ def test_two_hosts_with_rank_0(tmp_path: Path, lab: Lab) -> None:
         cast.start(host)
     until(lambda: cast.ended("host-1") and cast.ended("host-2"), LONG_S)
     for name in ("host-1", "host-2"):
-        text = (
-            f"{name} is rank 0 by RANK and WORLD_SIZE, and so is another process, which leads at "
-        )
+        text = f"{name} is rank 0 by RANK and WORLD_SIZE, and so is another process, the coordinator at "
         assert f"{text}tcp://host-0:29500" in cast.out(name)
     assert not cast.ended("host-0"), "it waits for the others"

@@ -92,7 +92,7 @@ def test_a_rank_given_twice_is_reported_with_both_hosts(tmp_path: Path) -> None:
         second = cluster.start(1)
         codes = sorted([first.wait(), second.wait()])
         assert (lead.wait(), codes) == (1, [1, 2])
-        text = "rank-1 is the process on "
+        text = "rank-1 is both the process on "
         assert text in lead.out
         assert text in first.out + second.out
         assert "rank-2  did not connect" in lead.out

@@ -106,7 +106,7 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     command = f"doctor --cluster {arguments.cluster}"
     authority = run_authority(spec, control, key_file, command=command)
     process = ResolvedCluster(spec, authority, control, agent_timeouts(wait_s))
-    if not process.leads:
+    if not process.is_coordinator:
         return process.serve(doctor=True)
     address = process.listening_address()
     if not arguments.json:
@@ -117,7 +117,7 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
         address,
         authority=authority,
         wait_s=wait_s,
-        tell=lambda text: print(f"note: {text}", file=out, flush=True),
+        notify=lambda text: print(f"note: {text}", file=out, flush=True),
     ) as cluster:
         return _probe(cluster, spec, as_json=arguments.json)
 

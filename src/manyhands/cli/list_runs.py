@@ -37,7 +37,7 @@ SORTS: dict[str, Callable[[Digest], Any]] = {
     "job": lambda run: (run.job_class, run.job),
     "name": lambda run: str(run.path),
 }
-HEADS = ("run", "job", "outcome", "strategy", "workers", "steps", "time", "best", "changed")
+COLUMNS = ("run", "job", "outcome", "strategy", "workers", "steps", "time", "best", "changed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not known and not unreadable:
         print(f"No runs in {arguments.folder}. Train one:  manyhands train examples/digits.py")
         return 0
-    rows = [HEADS, *(_row(each) for each in known)]
-    rows += [(str(path), "", "unreadable", *[""] * (len(HEADS) - 3)) for path in unreadable]
-    widths = [max(len(row[at]) for row in rows) for at in range(len(HEADS))]
+    rows = [COLUMNS, *(_row(each) for each in known)]
+    rows += [(str(path), "", "unreadable", *[""] * (len(COLUMNS) - 3)) for path in unreadable]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(COLUMNS))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         print("  ".join(cells).rstrip())

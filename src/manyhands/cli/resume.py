@@ -17,7 +17,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.where import MEANT_FOR, RayCluster, ResolvedCluster, find_cluster, leading
+from manyhands.cli.where import MEANT_FOR, RayCluster, ResolvedCluster, find_cluster, launching
 from manyhands.compute.schedule import SCHEDULES
 from manyhands.coordinator.run import train
 from manyhands.errors import CheckpointError, UsageError, check_choice
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     fit_debug(arguments)
     cluster = find_cluster(Resolved(arguments))
-    if isinstance(cluster, ResolvedCluster) and not cluster.leads:
+    if isinstance(cluster, ResolvedCluster) and not cluster.is_coordinator:
         return cluster.serve()
     folder = RunFolder.open(arguments.run_folder)
     folder.lock()  # before anything changes: another process may be training in it
@@ -114,12 +114,12 @@ def _resume(
         folder.write_config({**config, "settings": dict(options.settings), "options": sources})
 
     console = make_console(quiet=arguments.quiet, shared=arguments.debug)
-    with leading(cluster, resolved, options) as (lead, done):
+    with launching(cluster, resolved, options) as (launch_plan, done):
         return done(
             train(
                 options,
                 folder,
-                lead,
+                launch_plan,
                 console=console,
                 checkpoint=checkpoint,
                 on_ready=on_ready,

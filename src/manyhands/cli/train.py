@@ -16,7 +16,7 @@ from manyhands.cli.options import (
     parse_set,
     resolve_options,
 )
-from manyhands.cli.where import ResolvedCluster, find_cluster, leading
+from manyhands.cli.where import ResolvedCluster, find_cluster, launching
 from manyhands.coordinator.fault_spec import GRAMMAR
 from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.coordinator.run import rehearse, train
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     fit_debug(arguments)
     resolved = Resolved(arguments)
     cluster = find_cluster(resolved)
-    if isinstance(cluster, ResolvedCluster) and not cluster.leads:
+    if isinstance(cluster, ResolvedCluster) and not cluster.is_coordinator:
         return cluster.serve()
     job = find_job(arguments.job)
     settings = parse_set(arguments.set)
@@ -93,17 +93,17 @@ def run(arguments: argparse.Namespace) -> int:
     if (source := resolved.get("init_from", None)) is not None:
         weights = init_from.find_weights(source)
         options = replace(options, init_from=weights.path.resolve())
-    with leading(cluster, resolved, options) as (lead, done):
+    with launching(cluster, resolved, options) as (launch_plan, done):
         if arguments.check:
-            return done(_check(options, lead))
-        return done(_train(arguments, resolved, options, lead, job, weights))
+            return done(_check(options, launch_plan))
+        return done(_train(arguments, resolved, options, launch_plan, job, weights))
 
 
 def _train(
     arguments: argparse.Namespace,
     resolved: Resolved,
     options: RunOptions,
-    lead: LaunchPlan,
+    launch_plan: LaunchPlan,
     job: JobFile,
     weights: Manifest | None,
 ) -> int:
@@ -126,7 +126,7 @@ def _train(
     )
     console = make_console(quiet=arguments.quiet, shared=arguments.debug)
     try:
-        return train(options, folder_run, lead, console=console)
+        return train(options, folder_run, launch_plan, console=console)
     except (UsageError, KeyboardInterrupt):  # after the start, Ctrl-C is handled as a signal
         folder_run.discard()  # nothing was trained: leave no folder behind
         raise
@@ -148,12 +148,12 @@ class _Failures(Sink):
         pass
 
 
-def _check(options: RunOptions, lead: LaunchPlan) -> int:
+def _check(options: RunOptions, launch_plan: LaunchPlan) -> int:
     started = time.monotonic()
     failures = _Failures()
     try:
         with Scratch() as folder:
-            driver = rehearse(options, folder / "run", lead, sinks=[failures])
+            driver = rehearse(options, folder / "run", launch_plan, sinks=[failures])
     except MemberError as error:
         if not failures.shown:
             raise

@@ -19,7 +19,7 @@ from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
 from manyhands.contract import Strategy
 from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.errors import ManyhandsError, UsageError, check_choice
-from manyhands.hosts.connect import check_only_lead
+from manyhands.hosts.connect import check_only_coordinator
 from manyhands.hosts.discovery import detect, one_of_several
 from manyhands.hosts.key import no_key, read_key
 from manyhands.hosts.launchers.agents import AgentLauncher
@@ -107,7 +107,7 @@ class ResolvedCluster:
     timeouts: Timeouts
 
     @property
-    def leads(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self.spec.me.rank == 0
 
     def serve(self, *, doctor: bool = False) -> int:
@@ -133,10 +133,10 @@ class ResolvedCluster:
     def listening_address(self) -> str:
         """Return where rank 0 listens; an error if another process is rank 0, too."""
         if self.authority is not None and self.control is None:
-            check_only_lead(self.spec, authority=self.authority, host=socket.gethostname())
+            check_only_coordinator(self.spec, authority=self.authority, host=socket.gethostname())
         return listening_address(self.spec, self.control, keyed=self.authority is not None)
 
-    def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
+    def launch_plan(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         launcher = AgentLauncher(
             self.spec,
             least=options.min_workers if is_range else None,
@@ -224,7 +224,7 @@ def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
 
 
 @contextmanager
-def leading(
+def launching(
     cluster: ResolvedCluster | RayCluster | None, resolved: Resolved, options: RunOptions
 ) -> Iterator[tuple[LaunchPlan, Callable[[int], int]]]:
     """Yield the launch plan, and a function to call with the exit code, with which the agents end."""
@@ -233,7 +233,9 @@ def leading(
         timeouts = Timeouts.endless() if options.debug else None
         plan = LaunchPlan(resolved.get("control", "unix"), launcher, timeouts=timeouts)
     else:
-        plan = cluster.lead(options, is_range=":" in str(resolved.sources["workers"]["value"]))
+        plan = cluster.launch_plan(
+            options, is_range=":" in str(resolved.sources["workers"]["value"])
+        )
     codes = [1]
 
     def done(code: int) -> int:

@@ -56,7 +56,7 @@ class RayCluster:
     spec: None = None
     """Always None: Ray knows its nodes, so there is no description."""
 
-    def lead(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
+    def launch_plan(self, options: RunOptions, *, is_range: bool) -> LaunchPlan:
         """Connect to Ray. The caller has to end the launcher, which releases the slots."""
         servers, least = options.servers, options.min_workers if is_range else None
         cpus = options.threads * (options.workers + servers)

@@ -60,13 +60,13 @@ class ReplicatedTables(TableSync):
             )
 
     def step(self, lr: float, now: int) -> int:
-        basket = self._tables.take()
-        mine = torch.empty(num_bytes(basket, self._tables.specs), dtype=torch.uint8)
-        pack_into(mine.numpy().data, basket, self._tables.specs)
+        grads = self._tables.take()
+        mine = torch.empty(num_bytes(grads, self._tables.specs), dtype=torch.uint8)
+        pack_into(mine.numpy().data, grads, self._tables.specs)
         parts, sent = self._gather(mine)
-        baskets = [unpack(part.numpy().data, self._tables.specs) for part in parts]
+        all_grads = [unpack(part.numpy().data, self._tables.specs) for part in parts]
         ones, base_lr = [1.0] * self._world, self._train_state.base_lr
-        self._tables.stores.apply(baskets, ones, lr=lr, base_lr=base_lr, now=now, make=True)
+        self._tables.stores.apply(all_grads, ones, lr=lr, base_lr=base_lr, now=now, make=True)
         self._tables.stores.evict_periodically(now)
         return sent
 

@@ -45,7 +45,7 @@ class WorkerPool:
         options, servers = self._options, self._options.servers
         fewer = options.config.elastic and not servers
         workers = options.min_workers if fewer else options.workers
-        return self._coordinator.launcher.room(workers, servers)
+        return self._coordinator.launcher.has_room(workers, servers)
 
     def start_first(self) -> None:
         launcher = self._coordinator.launcher
@@ -185,5 +185,5 @@ class WorkerPool:
                 self._stream.notice(f"no new {role} was started: {error}")
         self._waiting += waiting
         if waiting and notify:
-            who = f"another {role}" if len(waiting) == 1 else f"{len(waiting)} {role}s"
-            self._stream.notice(f"{who} will start as soon as there are free slots")
+            members = f"another {role}" if len(waiting) == 1 else f"{len(waiting)} {role}s"
+            self._stream.notice(f"{members} will start as soon as there are free slots")

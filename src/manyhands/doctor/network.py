@@ -73,14 +73,14 @@ def _round_trip(
     payload = bytes(range(256)) * 16
     with (
         Listener(address, credentials=far) as listener,
-        connect(listener.address, credentials=near, timeout_s=LINK_S) as asking,
+        connect(listener.address, credentials=near, timeout_s=LINK_S) as client,
         listener.accept(LINK_S) as answering,
     ):
         began = time.monotonic()
-        asking.send(Ping(), payload)
+        client.send(Ping(), payload)
         asked = answering.recv(PROBE, timeout_s=LINK_S)
         answering.send(asked.message, asked.payload)
-        answer = asking.recv(PROBE, timeout_s=LINK_S)
+        answer = client.recv(PROBE, timeout_s=LINK_S)
         took_s = time.monotonic() - began
     if answer.payload != payload:
         raise ManyhandsError(f"What came back over {address} is not what was sent.")

@@ -1,14 +1,14 @@
 """An agent: a process on a host that starts and ends members there for the coordinator.
 
-    connect     to the coordinator, waiting until it is there
+    connect     to the coordinator; retry until it listens
     join        send AgentHello; be admitted or refused
-    serve       start, terminate and kill members, report their ends, send their output; answer probes
-    reconnect   when the link is lost or silent: kill every member and connect again, with free slots
-    end         when the coordinator says so, with its exit code
+    serve       start, terminate and kill members; report their exits, forward their output; answer probes
+    reconnect   if the link is lost or silent: kill all members and connect again, with free slots
+    exit        when the coordinator says so, with its exit code
 
-Members are children of the agent, and the kernel kills them when it dies. Orders of the coordinator are
-handled in sequence by the main thread, which also starts the members: the kernel's parent-death signal is
-bound to the thread that started a process.
+Members are children of the agent, and the kernel kills them if the agent dies. The main thread handles the
+coordinator's orders one by one, and starts the members itself: the kernel's parent-death signal is bound to
+the thread that started a process.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from manyhands.threads import describe, start_thread
 from manyhands.transport import Authority, Link
 
 OUTPUT_S = 2.0
-"""How long the rest of a member's output may take to be read and sent after its end."""
+"""Time limit for reading and sending the rest of a member's output after its exit."""
 FINAL_SIGNALS = (signal.SIGINT.name, signal.SIGTERM.name)
 
 
@@ -74,7 +74,8 @@ class Agent:
         timeouts: Timeouts | None = None,
         doctor: bool = False,
     ) -> None:
-        """`address`: of the coordinator; None: it is in the spec's store. `doctor`: answer probes only."""
+        """`address` is the coordinator's; None: read it from the spec's store. If `doctor` is true, the agent
+        only answers probes."""
         self.entry = spec.me
         self.machine = Machine.here()
         self.timeouts = timeouts or Timeouts()
@@ -82,7 +83,7 @@ class Agent:
         if authority is not None:
             credentials = authority.issue(f"{AGENT}{host}"[:64])
         self._connector = Connector(spec, address, host=host, credentials=credentials)
-        self._say = self._connector.say
+        self._print = self._connector.print_line
         self._doctor = doctor
         self._process = secrets.token_hex(8)
         self._joined = False
@@ -100,16 +101,16 @@ class Agent:
                 code = self._serve(link, address)
             if code is not None:
                 if code and not self._signals:
-                    self._say(f"ends with exit code {code}; see the output of {self._coordinator}")
+                    self._print(f"exits with code {code}; see the output of {self._coordinator}")
                 return code
 
     def _serve(self, link: Link, address: str) -> int | None:
-        """Serve the coordinator until it ends (its exit code) or is lost (None)."""
+        """Serve the coordinator. Returns its exit code, or None if it is lost."""
         try:
             admitted = self._join(link)
         except (LinkError, ProtocolError) as error:
             reason = str(error).rstrip(".")
-            self._say(f"lost the coordinator before it was admitted ({reason}); connects again")
+            self._print(f"lost the coordinator before being admitted ({reason}); reconnecting")
             admitted = None
         if admitted is None:
             time.sleep(1)
@@ -125,17 +126,17 @@ class Agent:
             self._session = None
             session.close()
         if code is None:
-            self._say(f"{session.trouble}; its members are killed, and it connects again")
+            self._print(f"{session.trouble}; killed its members, reconnecting")
         return code
 
     def _introduce(self, session: AgentSession, coordinator: str) -> None:
         slots = self.entry.slots
         work = "is probed by" if self._doctor else "serves"
-        room = "" if self._doctor else f", {slots} slot{'s' * (slots != 1)}"
-        self._say(f"{work} {coordinator}: {self.entry.name}{room}, over {session.reach}")
+        capacity = "" if self._doctor else f", {slots} slot{'s' * (slots != 1)}"
+        self._print(f"{work} {coordinator}: {self.entry.name}{capacity}, over {session.reach}")
 
     def _join(self, link: Link) -> AgentAdmitted | None:
-        """Send the hello; None if another agent has this rank."""
+        """Send the hello. Returns None if another agent has this rank."""
         hello = AgentHello(self.machine, self.entry, self._process, self._doctor)
         link.send(hello)
         match link.recv(TO_AGENT, timeout_s=self.timeouts.host_s).message:
@@ -144,26 +145,26 @@ class Agent:
             case AgentRefused(reason):
                 raise UsageError(reason)
             case RankTaken(by):
-                self._say(f"waits: {by} is {self.entry.name} already")
+                self._print(f"waits: {by} is already {self.entry.name}")
                 return None
-        raise ManyhandsError(f"{link.peer} is no coordinator of this version.")
+        raise ManyhandsError(f"{link.peer} is not a coordinator of this version.")
 
     def _on_signal(self, number: int, _frame: object) -> None:
-        """Pass the first signal on to the coordinator, which acts on it; a second one ends this process."""
+        """Forward the first signal to the coordinator, which acts on it. Exit at once on the second."""
         name = signal.Signals(number).name
         again = name in FINAL_SIGNALS and any(s in FINAL_SIGNALS for s in self._signals)
         if self._session is None or self._doctor or again:
-            # In a signal handler: nothing here may wait for a lock.
+            # In a signal handler: must not wait for a lock.
             if self._session is not None:
                 self._session.kill_all()
             os._exit(128 + number)
         if not self._signals:
-            self._say(f"{name}: ends with the run; a second one ends it now")
+            self._print(f"{name}: exits with the run; a second one exits now")
         self._signals.append(name)
 
 
 class AgentSession:
-    """One link to the coordinator, from being admitted to its end or its loss."""
+    """One link to the coordinator, from admission to its exit or its loss."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class AgentSession:
         signals: list[str],
     ) -> None:
         self.trouble = ""
-        """Why the session ended without an order of the coordinator."""
+        """Why the session ended without EndAgent."""
         self.reach = reach(link.own_host or "127.0.0.1")
         self._link = link
         self._address = address
@@ -184,7 +185,7 @@ class AgentSession:
         self._handles: dict[str, LocalHandle] = {}
         self._scratch: Scratch | None = None
         if admitted.scratch is None:
-            # One folder for all agents of this run on this host.
+            # All agents of this run on this host share one folder.
             self._scratch = Scratch(f"{admitted.token}-{machine.identity[:8]}")
         self._logs = LogStream(
             lambda name, data: self._send(MemberOutput(name), data), on_error=self._fail
@@ -200,16 +201,16 @@ class AgentSession:
         self._send(AgentReady(os.path.exists(admitted.marker), probe_info))
 
     def serve(self) -> int | None:
-        """Handle orders until the coordinator ends (its exit code) or is lost (None)."""
+        """Handle orders. Returns the coordinator's exit code, or None if it is lost."""
         limit_s = self._admitted.host_s
         while True:
             try:
                 order = self._link.recv(TO_AGENT, timeout_s=limit_s).message
             except LinkTimeout:
-                self.trouble = f"has heard nothing of the coordinator for {limit_s:.0f} s"
+                self.trouble = f"got no message from the coordinator for {limit_s:.0f} s"
                 return None
             except (LinkError, ProtocolError) as error:
-                lost = f"has lost the coordinator ({str(error).rstrip('.')})"
+                lost = f"lost the coordinator ({str(error).rstrip('.')})"
                 self.trouble = self.trouble or lost
                 return None
             match order:
@@ -225,7 +226,7 @@ class AgentSession:
                     return code
 
     def close(self) -> None:
-        """End every member that was started here."""
+        """End all members that were started here."""
         self._ended.set()
         self._launcher.close()
         self._logs.close()
@@ -245,7 +246,7 @@ class AgentSession:
             order.invitation,
             scratch=scratch,
             reach=self.reach.address,
-            address=self._address,  # this agent has reached the coordinator there
+            address=self._address,  # the one at which this agent reached the coordinator
         )
         request = StartRequest(order.name, order.entry, invitation, None, order.threads)
         try:
@@ -260,14 +261,14 @@ class AgentSession:
         start_thread(self._reap, handle, reader, name=f"reap-{order.name}", on_error=self._fail)
 
     def _fail(self, error: BaseException) -> None:
-        """A thread has failed, so the coordinator would miss something: close the link. The coordinator then
-        drops this agent, which connects again."""
+        """Close the link because a thread has failed: the coordinator would miss messages. It then drops
+        this agent, which reconnects."""
         self.trouble = f"failed ({describe(error)})"
         self._link.close()
 
     def _reap(self, handle: LocalHandle, reader: threading.Thread) -> None:
         code = handle.wait()
-        # A member's output arrives before its end is reported.
+        # Output is sent before the exit is reported.
         reader.join(OUTPUT_S)
         self._logs.flush(OUTPUT_S)
         self._send(MemberEnded(handle.name, code))

@@ -73,9 +73,9 @@ class Connector:
                     )
                 if now - printed > PRINT_EVERY_S:
                     printed = now
-                    self.say(f"waits for the coordinator at {where} ({trouble})")
+                    self.print_line(f"waits for the coordinator at {where} ({trouble})")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line. One write, safe in a signal handler: lines of several processes on one terminal stay
         whole."""
         with suppress(OSError):
@@ -101,7 +101,7 @@ class Connector:
             ) from None
 
 
-def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> None:
+def check_only_coordinator(spec: ClusterSpec, *, authority: Authority, host: str) -> None:
     """Refuse to be the coordinator if another process is one, at the address that all were given.
 
     Needed only if that address is not known to be this host's; otherwise listening there fails.
@@ -118,7 +118,7 @@ def check_only_lead(spec: ClusterSpec, *, authority: Authority, host: str) -> No
         return  # nothing answers: this host may be reached by that name all the same
     link.close()
     raise UsageError(
-        f"{host} is rank 0 by {spec.source}, and so is another process, which leads at {address}. Give "
+        f"{host} is rank 0 by {spec.source}, and so is another process, the coordinator at {address}. Give "
         "each process a rank of its own: RANK=0, 1, 2, ..."
     )
 

@@ -95,10 +95,10 @@ class LogStream:
 class LogFiles:
     """Writes the logs of members on other hosts. A log that can't be written never ends anything."""
 
-    def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
-        """`tell` prints a notice of the run."""
+    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+        """`notify` prints a notice of the run."""
         self._folder = folder
-        self._tell = tell
+        self._notify = notify
         self._told = False
         self._left_out: dict[str, int] = {}
 
@@ -120,7 +120,7 @@ class LogFiles:
         self._left_out[name] = self._left_out.get(name, 0) + num_bytes
         if not self._told:
             self._told = True
-            self._tell(
+            self._notify(
                 f"the log of {name} can't be written ({why}); the run goes on, and logs of members on other "
                 "hosts lack what they print until there is room"
             )

@@ -1,7 +1,6 @@
-"""Reports connections that the coordinator has refused, by host, and counts them.
+"""Report connections that the coordinator has refused: each host once, and the total.
 
-A host that tries repeatedly is reported once. Beyond MAX_HOSTS hosts only the total is reported, each time it
-has grown tenfold.
+Beyond MAX_HOSTS hosts only the total is reported, at 100, 1,000, 10,000, ... connections.
 """
 
 from __future__ import annotations
@@ -12,23 +11,23 @@ from collections.abc import Callable
 from manyhands.threads import start_thread
 
 MAX_HOSTS = 10
-"""Hosts whose refusal is reported, with the reason."""
+"""Number of hosts that are reported by name, with the reason."""
 FIRST_COUNT = 100
 """The first total that is reported."""
 
 
 class RefusedPeers:
-    """For a Listener's `on_refused`."""
+    """Callback for a Listener's `on_refused`."""
 
     def __init__(
         self,
-        tell: Callable[[str], None],
-        tell_count: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None],
+        notify_count: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`tell` reports a host; `tell_count` reports the total."""
+        """`notify` reports a host; `notify_count` reports the total."""
         self.count = 0
-        self._tell = tell
-        self._tell_count = tell_count
+        self._notify = notify
+        self._notify_count = notify_count
         self._next = FIRST_COUNT
         self._known: set[str] = set()
 
@@ -36,18 +35,16 @@ class RefusedPeers:
         self.count += 1
         if self.count == self._next:
             self._next *= 10
-            self._tell_count(
-                f"{self.count:,} connections were refused so far, the last from {peer}"
-            )
+            self._notify_count(f"{self.count:,} connections refused so far, the last from {peer}")
         host = peer.rpartition(":")[0] or peer
         if host in self._known or len(self._known) >= MAX_HOSTS:
             return
         self._known.add(host)
-        # Looking up its name may take a while.
+        # In a thread, since looking up the name may take a while.
         start_thread(
             *(self._report, host, reason),
             name="lookup",
-            on_error=lambda error: self._tell(f"a process on {host} was refused: {reason}"),
+            on_error=lambda error: self._notify(f"a process on {host} was refused: {reason}"),
         )
 
     def _report(self, host: str, reason: object) -> None:
@@ -57,4 +54,4 @@ class RefusedPeers:
             name = ""
         shown = f"{name} ({host})" if name and name != host else host
         text = "it has another key" if "unknown ca" in str(reason).lower() else str(reason)
-        self._tell(f"a process on {shown} was refused: {text}")
+        self._notify(f"a process on {shown} was refused: {text}")

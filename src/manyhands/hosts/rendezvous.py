@@ -1,12 +1,13 @@
-"""How processes that a scheduler or user has started find the coordinator, in whatever order they start.
+"""Choose the coordinator's address, so that processes of a scheduler find it in whatever order they start.
 
-    --control tcp://HOST:PORT   there, where it is given
+    --control tcp://HOST:PORT   this address
     no key, all on one host     a unix socket in a folder of this user, named after the port
-    a torch store (torchrun)    any free port; the coordinator leaves its address in that store
-    otherwise                   the host and port that the cluster's description names
+    a torch store (torchrun)    any free port; the coordinator writes its address to the store
+    otherwise                   the host and port in the cluster description
 
-The store's protocol is torch's own, so a separate process that loads torch accesses it (store_note.py). Its
-contents are not secret: another address there sends agents to a process without the key, which they refuse.
+The store speaks torch's own protocol, so a separate process that loads torch accesses it (store_note.py). Its
+contents need not be secret: whoever changes the address there sends agents to a process without the key,
+which they refuse.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PUBLISH_S = 120.0
 
 
 def one_host(spec: ClusterSpec) -> bool:
-    """Whether all processes are known to be on one machine."""
+    """Return whether all processes are known to be on one machine."""
     if spec.size == 1 or is_loopback(spec.host):
         return True
     hosts = {entry.host for entry in spec.entries[: spec.size]}
@@ -40,18 +41,18 @@ def one_host(spec: ClusterSpec) -> bool:
 
 
 def listening_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> str:
-    """The address at which the coordinator listens."""
+    """Return the address at which the coordinator listens."""
     if control is not None:
         return control
     if not keyed:
         return _unix_address(spec)
-    # If this machine does not know itself by that name, others reach it there by some other route.
+    # If the name is not an address of this machine, others reach it through some forwarding.
     host = own_address(spec.host) or "0.0.0.0"
     return str(Address(host=host, port=0 if spec.store else spec.port or DEFAULT_PORT))
 
 
 def connect_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> str | None:
-    """The address to which agents connect; None: it is in the store."""
+    """Return the address to which agents connect; None if it is in the store."""
     if control is not None:
         return control
     if not keyed:
@@ -62,30 +63,31 @@ def connect_address(spec: ClusterSpec, control: str | None, *, keyed: bool) -> s
 
 
 def _unix_address(spec: ClusterSpec) -> str:
-    """The same for all processes of this user with the same cluster; other users have no access."""
+    """Return an address that is the same for all processes of this user with the same cluster. Other users
+    have no access."""
     folder = Path(tempfile.gettempdir()) / f"manyhands-of-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     there = folder.stat(follow_symlinks=False)
     if there.st_uid != os.getuid() or there.st_mode & 0o077:
         raise UsageError(
-            f"{folder} is not a folder that only this user can read. Remove it, or choose another place "
+            f"{folder} is not a folder that only this user can read. Remove it, or choose another folder "
             "for temporary files with TMPDIR, or give a key: see  manyhands key --help."
         )
     endpoint = spec.store or f"{spec.host}:{spec.port or DEFAULT_PORT}"
     return f"unix:{folder}/{endpoint.rpartition(':')[2]}"
 
 
-def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
-    """Leave the coordinator's address in a torch store, from a thread."""
+def publish(store: str, address: str, notify: Callable[[str], None]) -> None:
+    """Write the coordinator's address to a torch store, in a thread."""
     where = parse_address(address)
     if is_any(where.host):
         address = str(replace(where, host=way_out()))  # nobody can connect to "all addresses"
 
     def report(trouble: str) -> None:
-        tell(
-            f"the coordinator's address can't be written to the store at {store} ({trouble}); give it to "
-            "every process:  --control tcp://HOST:PORT"
+        notify(
+            f"can't write the coordinator's address to the store at {store} ({trouble}); give it to every "
+            "process:  --control tcp://HOST:PORT"
         )
 
     def put() -> None:
@@ -107,7 +109,7 @@ def publish(store: str, address: str, tell: Callable[[str], None]) -> None:
 
 
 class StoreReader:
-    """Follows the address that the coordinator leaves in a store. Use as a context manager."""
+    """Reads the coordinator's address from a store, also when it changes. Use as a context manager."""
 
     def __init__(self, store: str) -> None:
         self._process = subprocess.Popen(
@@ -123,7 +125,7 @@ class StoreReader:
         start_thread(self._read, name="store", on_error=self._fail)
 
     def wait(self, timeout_s: float) -> str | None:
-        """The newest address, if there is one in time."""
+        """Return the newest address, or None if there is none in time."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._error is not None or self.address is not None, timeout_s

@@ -19,15 +19,15 @@ from manyhands.errors import BadFrame, LinkClosed, LinkError, ManyhandsError, Pr
 from manyhands.ps.protocol import (
     OPENINGS,
     EnterView,
+    OpenDataLink,
     Opening,
-    OpenLane,
     PeerHello,
     WeightsUnknown,
 )
 from manyhands.ps.sessions import (
+    DataLinkReader,
     Inbox,
     InboxItem,
-    LaneReader,
     PeerReader,
     Place,
     WorkerReader,
@@ -45,7 +45,7 @@ HELLO_S = 10.0
 """A new connection sends its first message within this time, or is dropped."""
 MAX_UNIDENTIFIED = 64
 """Connections without a first message; one more drops the oldest."""
-READERS = {PeerHello: PeerReader, EnterView: WorkerReader, OpenLane: LaneReader}
+READERS = {PeerHello: PeerReader, EnterView: WorkerReader, OpenDataLink: DataLinkReader}
 TOO_MANY = "too many others have not sent their first message"
 
 
@@ -70,7 +70,7 @@ class Admission:
         name. Otherwise it is a process, and the first process that claims a name keeps it."""
         self._view = view
         later = servers[servers.index(name) + 1 :]  # this server dials those before it
-        self._known = {PeerHello: set(later), EnterView: set(workers), OpenLane: set(workers)}
+        self._known = {PeerHello: set(later), EnterView: set(workers), OpenDataLink: set(workers)}
         self._claimed: dict[str, str] = {}
         self._identified = identified
 

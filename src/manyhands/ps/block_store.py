@@ -275,19 +275,19 @@ class BlockStore:
         self,
         train_state: TrainState,
         flat: FlatTensors,
-        materials: Mapping[int, BlockState],
+        states: Mapping[int, BlockState],
         *,
         ticks: int,
     ) -> None:
         """Build a store from the state of its blocks. `ticks`: number of steps of the job's own scheduler."""
         layout = self.layout = flat.layout
         self.flat = flat
-        self.numbers = sorted(materials)
-        self.spans = spans_of(layout, materials)
+        self.numbers = sorted(states)
+        self.spans = spans_of(layout, states)
         self._span_of = {
             block.number: i for i, span in enumerate(self.spans) for block in span.blocks
         }
-        for number, block_state in materials.items():
+        for number, block_state in states.items():
             mine = flat.block(number)
             if mine.data_ptr() != block_state.params.data_ptr():
                 mine.copy_(block_state.params.reshape(-1))
@@ -297,7 +297,7 @@ class BlockStore:
         }
         self._optimizer = BlockOptimizer(train_state.optimizer, held)
         for i, span in enumerate(self.spans):
-            if state := _join([materials[b.number].state for b in span.blocks], span):
+            if state := _join([states[b.number].state for b in span.blocks], span):
                 self._optimizer.load_state(i, state)
         scheduler = train_state.schedule_for(self._optimizer.optimizer)
         self._schedule_clock = ScheduleClock(scheduler, ticks)

@@ -5,7 +5,7 @@
     PendingPushes       the pushes whose outcome is unknown, and which step may begin; pure
     ServerWaiter        waits for servers, with a deadline
 
-Inside a host a push is one message to the lead: the gradients are in memory that all servers can read.
+Inside a host a push is one message to the leader: the gradients are in memory that all servers can read.
 Between hosts they are sent in spans, over several connections, as soon as backward has finished them,
 and new parameters are received straight into the model's memory, in the order in which the next forward
 needs them.
@@ -50,7 +50,7 @@ from manyhands.ps.protocol import (
     GradientSpan,
     MissingWorkers,
     NewVersion,
-    OpenLane,
+    OpenDataLink,
     ParameterSpan,
     PermitMessage,
     PullRequest,
@@ -72,7 +72,7 @@ from manyhands.ps.requests import ServerRequests
 from manyhands.ps.server_state import travelling
 from manyhands.threads import start_thread
 from manyhands.transport import Link, Received
-from manyhands.transport.event_loop import LANES, LinkReader, PriorityChannel
+from manyhands.transport.event_loop import DATA_LINKS, LinkReader, PriorityChannel
 
 if TYPE_CHECKING:
     from manyhands.ps.node import PsNode
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("manyhands.ps")
 
 ASK_AFTER_S = 2.0
-"""Interval at which a waiting worker asks the lead which workers it waits for."""
+"""Interval at which a waiting worker asks the leader which workers it waits for."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class PendingPushes:
         self.permit = permit or self.permit
 
     def release(self) -> None:
-        """The lead has started another round without the pending pushes before it."""
+        """The leader has started another round without the pending pushes before it."""
         for push in self._pushes.values():
             push.released |= self.permit.until is not None and push.seq < self.permit.until
 
@@ -187,7 +187,7 @@ class ServerWaiter:
         self.lost: dict[str, str] = {}
         """Servers that were given up, and why."""
         self.missing: Sequence[str] = ()
-        """The workers that the lead waits for, as it reported last."""
+        """The workers that the leader waits for, as it reported last."""
         self._worker = worker
         self._check = check
         self._timeout_s = timeout_s
@@ -234,7 +234,7 @@ class ServerWaiter:
 
 
 class ServerConnection:
-    """One link for messages and, where gradients are sent, several lanes for them and for parameters."""
+    """One link for messages and, where gradients are sent, several data links for them and for parameters."""
 
     def __init__(self, name: str, client: Client) -> None:
         self.name = name
@@ -403,29 +403,29 @@ class ServerConnection:
         finally:
             resume()
 
-    def _open_lanes(self, num_lanes: int) -> list[Link]:
-        enter, lanes = self._client.enter, []
+    def _open_data_links(self, num_links: int) -> list[Link]:
+        enter, data_links = self._client.enter, []
         with ExitStack() as opened:  # closed again if one fails
-            for _ in range(num_lanes):
-                lane = opened.enter_context(self._client.node.dial(self.name))
-                lane.send(OpenLane(enter.sender, enter.view))
-                lanes.append(lane)
+            for _ in range(num_links):
+                data_link = opened.enter_context(self._client.node.dial(self.name))
+                data_link.send(OpenDataLink(enter.sender, enter.view))
+                data_links.append(data_link)
             opened.pop_all()
-        return lanes
+        return data_links
 
     def _enter(self, control: Link, begun: ViewBegun) -> None:
         """The server has admitted this worker, for the first time or again."""
         client = self._client
         placement = Placement.from_record(begun.placement, layout=client.params.layout)
         spans, holders = travelling(placement, self.name) if begun.travels else ([], [])
-        lanes = self._open_lanes(LANES if spans else 0)
+        data_links = self._open_data_links(DATA_LINKS if spans else 0)
         with self._changed:
             if control is not self._link:  # closed meanwhile
-                for lane in lanes:
-                    lane.close()
+                for data_link in data_links:
+                    data_link.close()
                 return
-            if lanes:
-                self._channel = PriorityChannel(lanes)
+            if data_links:
+                self._channel = PriorityChannel(data_links)
             if self.version < 0:  # otherwise what arrived over an earlier connection is still here
                 own = (i for i, holder in enumerate(holders) if holder == client.enter.sender)
                 self.spans, self._arrived, self._kept = spans, [-1] * len(spans), frozenset(own)
@@ -435,8 +435,8 @@ class ServerConnection:
             ahead += [(i, push.seq, push.slot) for push in again for i in range(len(self.spans))]
             channel, unanswered = self._channel, list(self._requests.values())
             self._changed.notify_all()
-        for lane in lanes:
-            self._read(lane, control)
+        for data_link in data_links:
+            self._read(data_link, control)
         if channel is not None:
             for i, seq, slot in ahead:
                 self._put(channel, i, seq, slot, priority=i)
@@ -518,7 +518,7 @@ class Client:
         slots: Sequence[FlatTensors],
         waiter: ServerWaiter,
     ) -> None:
-        """Enter the view at all servers, the lead first. `slots` are the gradient buffers."""
+        """Enter the view at all servers, the leader first. `slots` are the gradient buffers."""
         self.enter = enter
         self.node = node
         self.params, self.slots = params, slots
@@ -532,8 +532,10 @@ class Client:
         """Bytes sent by servers, as far as they have reported it to this worker."""
         self.pushes = PendingPushes(servers)
         self._connections = {name: ServerConnection(name, self) for name in servers}
-        self._lead = self._connections[servers[0]]
-        self.requests = ServerRequests(self._connections, self._lead, waiter, layout=params.layout)
+        self._leader = self._connections[servers[0]]
+        self.requests = ServerRequests(
+            self._connections, self._leader, waiter, layout=params.layout
+        )
         self._remote = list(self._connections.values()) if params.segment is None else []
         """Servers that gradients are sent to and parameters pulled from; none in shared memory."""
         try:
@@ -565,11 +567,11 @@ class Client:
 
     def begin(self, *, rounds: bool) -> tuple[int, int]:
         """Wait until the next step may begin and a slot is free. Returns its (seq, slot)."""
-        lead, pushes = self._lead, self.pushes
-        if lead.awaits(Rest):
-            lead.forget(Rest)
-            lead.request(Wake())
-            self.waiter.wait("being woken", lambda: [lead.name] if lead.awaits(Wake) else [])
+        leader, pushes = self._leader, self.pushes
+        if leader.awaits(Rest):
+            leader.forget(Rest)
+            leader.request(Wake())
+            self.waiter.wait("being woken", lambda: [leader.name] if leader.awaits(Wake) else [])
             pushes.seq = pushes.permit.at - 1
             self.pull()
         seq = pushes.permit.at if rounds else pushes.seq + 1
@@ -577,7 +579,7 @@ class Client:
 
         def behind() -> list[str]:
             if pushes.permit.until is not None and seq > pushes.permit.until:
-                return [lead.name]
+                return [leader.name]
             return pushes.holders(lambda push: push.slot == slot)
 
         self._wait_for_step(f"the permit to begin step {seq}", seq, behind)
@@ -600,7 +602,9 @@ class Client:
             pushed = self.pushes.add(push, began=began, row_grads=row_grads or {})
             for connection in self._remote:
                 connection.end_spans()
-        for connection in self._remote or [self._lead]:  # the lead tells those who share its memory
+        for connection in self._remote or [
+            self._leader
+        ]:  # the leader tells those who share its memory
             connection.send_push(pushed)
 
     def finish(self, seq: int) -> None:
@@ -614,9 +618,9 @@ class Client:
     def drain(self) -> None:
         """Wait until the outcome of every push is known."""
         if self.pushes.holders():
-            self._lead.request(PushesEnd())
+            self._leader.request(PushesEnd())
         self._wait_for_step("its last pushes", self.pushes.seq, self.pushes.holders)
-        self._lead.forget(PushesEnd)
+        self._leader.forget(PushesEnd)
 
     def pull(self) -> None:
         """Wait for the newest parameters, which other workers may have changed meanwhile."""
@@ -640,9 +644,9 @@ class Client:
         )
 
     def rest(self) -> None:
-        """Tell the lead not to wait for this worker until its next step."""
-        if not self._lead.awaits(Rest):
-            self._lead.request(Rest())
+        """Tell the leader not to wait for this worker until its next step."""
+        if not self._leader.awaits(Rest):
+            self._leader.request(Rest())
 
     def wake_up(self) -> None:
         """Have waiting threads check again."""
@@ -655,7 +659,7 @@ class Client:
         self.wake_up()
 
     def _wait_for_step(self, what: str, seq: int, behind: Callable[[], Sequence[str]]) -> None:
-        self.waiter.wait(what, behind, ask=lambda: self._lead.send(AskMissing(seq)))
+        self.waiter.wait(what, behind, ask=lambda: self._leader.send(AskMissing(seq)))
 
     # Called by connections, with the lock held -----------------------------------------------------
 

@@ -166,12 +166,12 @@ class PsNode:
                 )
         self.check()
 
-    def leads(self, view: View) -> bool:
+    def is_leader(self, view: View) -> bool:
         return self.servers_in(view)[0] == self.me.name
 
     def settled(self) -> dict[str, Any] | None:
-        """What is in the weights, on the lead; None on others."""
-        if self.server is None or not self.leads(self.me.view):
+        """What is in the weights, on the leader; None on others."""
+        if self.server is None or not self.is_leader(self.me.view):
             return None
         assert self.server_state is not None
         ledger = self.server_state.ledger

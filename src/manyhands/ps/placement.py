@@ -16,11 +16,11 @@ Guarantee: each server is within SLACK of its share of the bytes, or else within
 if the largest shard is under 9 % of every share, all servers are within TOLERANCE. Only bytes that have to
 move do, plus about one shard per server.
 
-All replicas of one server are on one other server, its keeper: every keeper gets a message for every update,
-and has runs of its own to apply. (With replicas spread over all servers, `ps:async` with eight workers on a
-small model was 2.2 times slower.) If any other host has a server, replicas are on another host than their
-originals, even at the cost of balance. After a death the keeper owns all blocks of the dead server, and moves
-away what exceeds its share.
+All replicas of one server are on one other server, its replica holder: a holder gets a message for every
+update, and has spans of its own to apply. (With replicas spread over all servers, `ps:async` with eight
+workers on a small model was 2.2 times slower.) If any other host has a server, replicas are on another host
+than their originals, even at the cost of balance. After a death the replica holder owns all blocks of the
+dead server, and moves away what exceeds its share.
 
 Cost: about one pass over the shards per shard that moves. This is usually milliseconds, and a second or two
 for a thousand whole tensors with one that is far larger than the rest.
@@ -321,8 +321,8 @@ def _fresh(sizes: Sequence[int], targets: Sequence[float], stripes: int) -> _Spr
 
 
 def _kept(sizes: Sequence[int], targets: Sequence[float], held: Sequence[Sequence[int]]) -> _Spread:
-    spread = _Spread(sizes, targets, [who[0] if who else -1 for who in held], held=held)
-    spread.fill([shard for shard, who in enumerate(held) if not who])
+    spread = _Spread(sizes, targets, [servers[0] if servers else -1 for servers in held], held=held)
+    spread.fill([shard for shard, servers in enumerate(held) if not servers])
     return spread.even_out()
 
 
@@ -343,18 +343,19 @@ def _seconds(
         for shard, first in enumerate(firsts)
     ]
     targets = [0.0] * len(hosts)
-    keepers = Counter[int]()
+    num_owners = Counter[int]()
+    """By server: how many servers it holds the replicas of."""
     for a, choices in enumerate(others):
         mine = [shard for shard, first in enumerate(firsts) if first == a]
-        kept = Counter(owner[shard] for shard in mine)
-        # One keeper for all shards of a server: the one that already holds most of them, then the one that
-        # is keeper for the fewest servers.
-        keeper = max(choices, key=lambda b: (kept[b], -keepers[b]))
-        keepers[keeper] += 1
+        num_shards = Counter(owner[shard] for shard in mine)
+        # One holder for all shards of a server: the one that already holds most of them, then the one that
+        # holds the replicas of the fewest servers.
+        holder = max(choices, key=lambda b: (num_shards[b], -num_owners[b]))
+        num_owners[holder] += 1
         for shard in mine:
-            targets[keeper] += sizes[shard]
+            targets[holder] += sizes[shard]
             if owner[shard] < 0:
-                owner[shard] = keeper
+                owner[shard] = holder
     allowed = [set(choices) for choices in others]
     spread = _Spread(sizes, targets, owner, held=held, allowed=lambda x, b: b in allowed[firsts[x]])
     return tuple(spread.even_out().owner)

@@ -18,7 +18,7 @@ and differ in what they wait for:
 
 All servers must put the same pushes into the same updates, even if slow workers are left behind or a worker
 dies in the middle of a push. So a push counts once every server has it (between hosts; inside a host all
-servers can read it), and one server, the lead, runs the Decider for all. If an update is everybody's
+servers can read it), and one server, the leader, runs the Decider for all. If an update is everybody's
 gradients, every server runs a Decider, and all reach the same decisions.
 
 A push counts exactly once. A worker's steps are numbered upwards and a clock holds the last one that

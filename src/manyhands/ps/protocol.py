@@ -1,35 +1,36 @@
 """The messages between workers and servers: one frozen dataclass each. Pure.
 
-The first message says what a connection is for: `enter` for a worker's control messages, `lane` for its bulk
-data, `peer` for the link between two servers.
+The first message declares what a connection is for: EnterView for a worker's control messages, OpenDataLink
+for its bulk data, PeerHello for the link between two servers.
 
-    worker to server    enter               its gradients in shared memory, or none; the version it has seen
-                        push                a gradient is complete
-                        span                a piece of a gradient as the payload, on a lane
-                        rest, wake          no need to wait for this worker; it continues
-                        pushes_end          no push of this worker follows for now
-                        ask_missing         which workers does the next step wait for?
-                        pull                asks for the newest parameters
-                        buffers             the first worker's statistics, for all
-                        row_gradients       gradients of table rows
-                        rows                asks for table rows
-                        state, table_state  ask for the state of the optimizer, or of tables
-    server to worker    begin               the view begins: placement, version, outcome of earlier pushes
-                        new                 a version, and which of the worker's pushes it has
-                        span                a piece of the parameters as the payload, on a lane
-                        late                a push was dropped
-                        permit              which step may begin
-                        missing             the answer to `ask_missing`
-                        tensor, state_end   the answer to `state` and `table_state`
-                        refused             the last message to a peer that broke the protocol
-    server to server    status, plan, tensor, moved, go     a view begins: see view_change.py
-                        received            to the lead: this server has all of a push
-                        decide              from the lead: apply this
-                        norm, replica, held, taken, commit  one update: see updates.py
+    worker to server    EnterView           its gradients in shared memory, or none; the version it has seen
+                        PushMessage         a gradient is complete
+                        GradientSpan        a piece of a gradient as the payload, on a data link
+                        Rest, Wake          don't wait for this worker; it continues
+                        PushesEnd           no push of this worker follows for now
+                        AskMissing          which workers does the next step wait for?
+                        PullRequest         asks for the newest parameters
+                        Statistics          buffers of the first worker's model, for all
+                        RowGradients        gradients of table rows
+                        RowsRequest         asks for table rows
+                        StateRequest, TableStateRequest     ask for the state of the optimizer, or of tables
+    server to worker    ViewBegun           placement, version, outcome of earlier pushes
+                        NewVersion          a version, and which of the worker's pushes it has
+                        ParameterSpan       a piece of the parameters as the payload, on a data link
+                        PushDropped         a push was too late, and is not used
+                        PermitMessage       which step may begin
+                        MissingWorkers      the answer to AskMissing
+                        RowsAnswer          the answer to RowsRequest
+                        TensorMessage, StateEnd             the answer to the requests for state
+                        Refused             the last message to a peer that broke the protocol
+    server to server    ServerStatus, RecoveryPlan, TensorMessage, Moved, Go    see view_change.py
+                        PushReceived        to the leader: this server has all of a push
+                        Decide              from the leader: apply this
+                        PartialNorm, ReplicaSum, SumHeld, SumTaken, Commit      see updates.py
 
 A process with the run's key may connect, and may still be broken. So each message is parsed when it arrives,
 in the thread of an event loop: the server's own thread never sees one with a wrong field. A wrong message is
-a ProtocolError: nothing of it is used, its connection is closed, its sender gets the reason, and the
+a ProtocolError: no part of it is used, its connection is closed, its sender gets the reason, and the
 coordinator is asked to end the sender, because all others would wait for it.
 
 Some checks need the server's state and are made there: which slots and spans exist (sessions.py), which
@@ -80,7 +81,7 @@ class EnterView:
 
 
 @dataclass(frozen=True)
-class OpenLane:
+class OpenDataLink:
     """One more connection of a worker, for bulk data."""
 
     sender: str
@@ -207,7 +208,7 @@ class ViewBegun:
     last: Sequence[tuple[Index, int]]
     """(step, part) of the last update."""
     travels: bool
-    """If true, gradients and parameters are sent over lanes."""
+    """If true, gradients and parameters are sent over data links."""
     placement: PlacementRecord
     row_placement: RowPlacement | None
     """Where table rows are, if they are served."""
@@ -339,9 +340,9 @@ class Commit:
     version: Number
 
 
-Opening = EnterView | OpenLane | PeerHello
+Opening = EnterView | OpenDataLink | PeerHello
 
-OPENINGS = MessageSet(EnterView, OpenLane, PeerHello, strict=True)
+OPENINGS = MessageSet(EnterView, OpenDataLink, PeerHello, strict=True)
 FROM_WORKER = MessageSet(
     PushMessage,
     AskMissing,
@@ -356,7 +357,7 @@ FROM_WORKER = MessageSet(
     StateRequest,
     strict=True,
 )
-FROM_LANE = MessageSet(GradientSpan, strict=True)
+FROM_DATA_LINK = MessageSet(GradientSpan, strict=True)
 TO_WORKER = MessageSet(
     Refused,
     ViewBegun,

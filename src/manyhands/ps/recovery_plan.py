@@ -64,7 +64,7 @@ class RecoveryPlan:
     placement: PlacementRecord
     moves: tuple[BlockMove, ...] = ()
     stale: tuple[tuple[str, str], ...] = ()
-    """(keeper, owner) of replicas to discard: they are behind their living owner and can't catch up by
+    """(holder, owner) of replicas to discard: they are behind their living owner and can't catch up by
     themselves, or were discarded for a view that never began."""
     row_placement: RowPlacement | None = None
     """New placement of table rows, if memory is not shared."""
@@ -115,17 +115,17 @@ def make_plan(
 def _stale(
     previous: Placement, standing: int, having: Mapping[str, ServerStatus]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (keeper, owner) of the replicas that can't be used as they are."""
-    holders = {previous.holders(shard) for shard in range(len(previous.layout.shards))}
-    for owner, *second in holders:
-        for keeper in (having[name] for name in second if name in having):
-            # A keeper that was only prepared for the standing view has received its replicas for it, and
+    """Yield (holder, owner) of the replicas that can't be used as they are."""
+    pairs = {previous.holders(shard) for shard in range(len(previous.layout.shards))}
+    for owner, *second in pairs:
+        for holder in (having[name] for name in second if name in having):
+            # A holder that was only prepared for the standing view has received its replicas for it, and
             # has applied nothing since.
-            if keeper.view == standing:
-                reach = keeper.replicas.get(owner, -1)
+            if holder.view == standing:
+                reach = holder.replicas.get(owner, -1)
                 wanted = having[owner].ledger.version if owner in having else 0
                 if reach < wanted:
-                    yield keeper.server, owner
+                    yield holder.server, owner
 
 
 def _good_holders(
@@ -136,11 +136,11 @@ def _good_holders(
 ) -> tuple[str, ...]:
     """Return the servers with an up-to-date copy of a shard, the owner first."""
     owner, *second = previous.holders(shard)
-    keepers = [name for name in second if name in having and (name, owner) not in stale]
+    holders = [name for name in second if name in having and (name, owner) not in stale]
     if owner not in having:
-        if not keepers:
+        if not holders:
             both = " and its replica on ".join(previous.holders(shard))
             alone = "" if second else " (it had no replica)"
             raise WeightsLost(f"Part of the parameters is lost: it was on {both}{alone}.")
-        return tuple(keepers)
-    return (owner, *keepers)
+        return tuple(holders)
+    return (owner, *holders)

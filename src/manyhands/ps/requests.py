@@ -31,7 +31,7 @@ class ServerRequests:
     def __init__(
         self,
         connections: Mapping[str, ServerConnection],
-        lead: ServerConnection,
+        leader: ServerConnection,
         waiter: ServerWaiter,
         *,
         layout: BlockLayout,
@@ -39,7 +39,7 @@ class ServerRequests:
         self.row_placement: RowPlacement | None = None
         """Which servers hold which table rows, if rows are served."""
         self._connections = connections
-        self._lead = lead
+        self._leader = leader
         self._waiter = waiter
         self._layout = layout
         self._states = TensorMessages()
@@ -78,12 +78,12 @@ class ServerRequests:
 
     def send_statistics(self, tag: int, payload: memoryview) -> None:
         """Send statistics to all other workers; `tag` tells one exchange from another."""
-        self._lead.request(Statistics(tag), payload)
+        self._leader.request(Statistics(tag), payload)
 
     def receive_statistics(self, tag: int) -> memoryview:
         self._waiter.wait(
             "the first worker's statistics",
-            lambda: [] if tag in self._statistics else [self._lead.name],
+            lambda: [] if tag in self._statistics else [self._leader.name],
         )
         received = self._statistics.pop(tag)
         self._statistics.clear()

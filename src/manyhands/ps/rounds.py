@@ -191,7 +191,7 @@ class RoundServer(UpdateExchange):
     def __init__(
         self,
         table: RoundTable,
-        bell: Doorbell,
+        doorbell: Doorbell,
         server_state: ServerState,
         mode: PsMode,
         placement: Placement,
@@ -200,15 +200,17 @@ class RoundServer(UpdateExchange):
     ) -> None:
         """Create the server side. `lock` is held by the thread that is working on the server's blocks."""
         self._table = table
-        self._bell = bell
+        self._doorbell = doorbell
         self._server_state = server_state
         self._base = server_state.ledger.version
         """The version before round 1."""
         self._me = table.servers.index(server_state.name)
         self.may_evict = self._me == 0
         mine = placement.blocks_of(server_state.name)
-        keepers = {placement.replica_of(block) for block in mine} - {None}
-        self._keepers = [table.servers.index(name) for name in keepers if name is not None]
+        replica_holders = {placement.replica_of(block) for block in mine} - {None}
+        self._replica_holders = [
+            table.servers.index(name) for name in replica_holders if name is not None
+        ]
         self._kept = {name: table.servers.index(name) for name in server_state.held.replicas}
         self._pipeline = UpdatePipeline(server_state, mode, self)
         self._lock = lock
@@ -261,7 +263,7 @@ class RoundServer(UpdateExchange):
         """Stop carrying out rounds, because the view is over, and wake the thread so that it ends."""
         self._stopped = True
         self._has_news.set()
-        self._bell.ring([self._bell.name])
+        self._doorbell.ring([self._doorbell.name])
 
     def stop(self) -> None:
         """Note which sums of other servers are complete, for the server that takes over. No round can be
@@ -281,7 +283,7 @@ class RoundServer(UpdateExchange):
                 with self._lock:
                     self.follow()
             else:
-                self._bell.wait(self._table.patience_s(number))
+                self._doorbell.wait(self._table.patience_s(number))
 
     def _follow_all(self) -> None:
         while not self._stopped:
@@ -301,7 +303,7 @@ class RoundServer(UpdateExchange):
 
     def is_free(self, version: int) -> bool:
         table, last = self._table, version - self._base - 2
-        return all(table.load(table.taken, i) >= last for i in self._keepers)
+        return all(table.load(table.taken, i) >= last for i in self._replica_holders)
 
     def share_norm(self, version: int, squared: float) -> None:
         self._table.norm[self._me] = squared
@@ -329,7 +331,7 @@ class RoundServer(UpdateExchange):
 
     def _announce(self, column: memoryview, version: int, members: Sequence[str]) -> None:
         if self._table.announce(column, self._me, version - self._base):
-            self._bell.ring(name for name in members if name != self._bell.name)
+            self._doorbell.ring(name for name in members if name != self._doorbell.name)
 
 
 class RoundWorker:
@@ -339,7 +341,7 @@ class RoundWorker:
         self,
         worker: str,
         table: RoundTable,
-        bell: Doorbell,
+        doorbell: Doorbell,
         *,
         server: RoundServer | None,
         check: Callable[[], None],
@@ -349,7 +351,7 @@ class RoundWorker:
         is over, so that waiting is pointless."""
         self.seq = 0
         self._table = table
-        self._bell = bell
+        self._doorbell = doorbell
         self._server = server
         self._check = check
         self._timeout_s = timeout_s
@@ -383,7 +385,7 @@ class RoundWorker:
         self.seq += 1
         table.write_push(self._me, push)
         if table.announce(table.pushed, self._me, self.seq):
-            self._bell.ring(name for name in table.servers if name != self._bell.name)
+            self._doorbell.ring(name for name in table.servers if name != self._doorbell.name)
 
     def finish(self) -> None:
         """Do this process's part of the round, and wait until all servers have applied it."""
@@ -392,7 +394,7 @@ class RoundWorker:
             done = self._server is None or self._server.carry(self.seq)
             if table.reached(table.applied, self.seq):
                 return
-            self._bell.wait(LOOK_S if done else table.patience_s(self.seq))
+            self._doorbell.wait(LOOK_S if done else table.patience_s(self.seq))
             if table.reached(table.applied, self.seq):
                 return
             self._check()

@@ -94,13 +94,13 @@ class RowServerState:
             yield ROLE + name, BlockState(torch.empty(0), tensors)
 
     def prepare(
-        self, placement: RowPlacement, materials: Mapping[tuple[str, int], BlockState]
+        self, placement: RowPlacement, received: Mapping[tuple[str, int], BlockState]
     ) -> None:
         """Keep the received rows until the view begins."""
         self._coming = placement
         self._arrived = [
             (role.removeprefix(ROLE), shard, _chunk(block_state))
-            for (role, shard), block_state in materials.items()
+            for (role, shard), block_state in received.items()
             if role.startswith(ROLE)
         ]
 

@@ -2,8 +2,8 @@
 
     Server        the thread that owns everything, and how a view begins and ends
     ViewService   a view that has begun: handles the messages of workers and other servers
-    Decisions     from a push to a decision: OwnDecisions if every server decides by itself, LeadDecisions and
-                  FollowerDecisions if one decides for all
+    Decisions     from a push to a decision: OwnDecisions if every server decides by itself,
+                  LeaderDecisions and FollowerDecisions if one decides for all
 
 Readers (sessions.py) only put what arrives into the inbox of the server's thread, so no block has two
 writers, and no lock is held while numbers are added; in rounds, a worker of the same process takes the
@@ -11,7 +11,7 @@ thread's place (rounds.py). A server lives as long as its view; its ServerState 
 in protocol.py; how a view begins is in view_change.py.
 
 If an update is everybody's gradients, each server knows by itself what comes next, and sends neither
-`received` nor `decide`. Cost per step and worker inside a host: one message to the lead and one from each
+`received` nor `decide`. Cost per step and worker inside a host: one message to the leader and one from each
 server. Between hosts, gradients and parameters are sent once each; a worker that holds replicas gets sums
 instead.
 """
@@ -40,7 +40,7 @@ from manyhands.ps.protocol import (
     EnterView,
     GradientSpan,
     MissingWorkers,
-    OpenLane,
+    OpenDataLink,
     PartialNorm,
     PermitMessage,
     PullRequest,
@@ -110,8 +110,8 @@ class Decisions(ABC):
         raise ProtocolError("a decision from a server that does not decide")
 
     def handle(self, session: WorkerSession, message: object) -> None:
-        """A worker's message to the lead."""
-        raise ProtocolError(f"{kind_of(message)!r} for a server that is not the lead")
+        """A worker's message to the leader."""
+        raise ProtocolError(f"{kind_of(message)!r} for a server that is not the leader")
 
     def permit(self, worker: str) -> StartPermit | None:
         """Which step a worker may begin; None if another server tells it."""
@@ -120,17 +120,17 @@ class Decisions(ABC):
 
 @dataclass(eq=False)
 class FollowerDecisions(Decisions):
-    """The lead decides; this server tells it of each push that it has."""
+    """The leader decides; this server tells it of each push that it has."""
 
     server_state: ServerState
     updates: UpdatePipeline
-    lead: Peer
+    leader: Peer
 
     def push_complete(self, message: PushMessage) -> None:
-        self.lead.link.send(PushReceived(message))
+        self.leader.link.send(PushReceived(message))
 
     def decided(self, server: str, decision: Decision) -> None:
-        if server != self.lead.name:
+        if server != self.leader.name:
             super().decided(server, decision)
         check_decision(self.server_state, decision, next_is=self.updates.decided + 1)
         self.updates.enqueue(decision)
@@ -146,7 +146,7 @@ class OwnDecisions(Decisions):
     name: str
     """Of this server."""
     refuse: Refuse
-    leads: bool = True
+    is_leader: bool = True
     """If true, this server tells workers which step they may begin."""
     _permitted: dict[str, int | None] = field(default_factory=dict)
     """The last step that each worker was permitted to begin."""
@@ -160,7 +160,7 @@ class OwnDecisions(Decisions):
             raise ProtocolError(f"a push of step {seq}, where step {due} is due")
 
     def handle(self, session: WorkerSession, message: object) -> None:
-        if not self.leads:
+        if not self.is_leader:
             super().handle(session, message)
         decider, worker = self.decider, session.name
         match message:
@@ -172,12 +172,12 @@ class OwnDecisions(Decisions):
                 self._decide()
             case Wake():
                 decider.wake(worker)
-                session.tell(PermitMessage(self.permit(worker)))
+                session.send(PermitMessage(self.permit(worker)))
             case AskMissing(seq):
-                session.tell(MissingWorkers(decider.policy.waiting_for(worker, seq + 1)))
+                session.send(MissingWorkers(decider.policy.waiting_for(worker, seq + 1)))
 
     def permit(self, worker: str) -> StartPermit | None:
-        if not self.leads or worker in self.decider.resting:
+        if not self.is_leader or worker in self.decider.resting:
             return None
         permit = self.decider.permit(worker)
         self._permitted[worker] = permit.until
@@ -196,25 +196,25 @@ class OwnDecisions(Decisions):
         for decision in self.decider.decisions():
             self._announce(decision)
             self.updates.enqueue(decision)
-        if self.leads:
-            self._tell_workers()
+        if self.is_leader:
+            self._notify_workers()
 
     def _announce(self, decision: Decision) -> None:
         """Tell the other servers."""
         return
 
-    def _tell_workers(self) -> None:
+    def _notify_workers(self) -> None:
         for push in self.decider.late():
             if (session := self.sessions.get(push.worker)) is not None:
                 session.late = [*session.late[-7:], push.seq]
-                session.tell(PushDropped(push.seq, self.permit(push.worker)))
+                session.send(PushDropped(push.seq, self.permit(push.worker)))
         for name in self.decider.stragglers():
             if (session := self.sessions.get(name)) is not None:
-                session.tell(PermitMessage(self.permit(name)))
+                session.send(PermitMessage(self.permit(name)))
 
 
 @dataclass(eq=False)
-class LeadDecisions(OwnDecisions):
+class LeaderDecisions(OwnDecisions):
     """This server decides for all. Between hosts, a push counts once every server has it."""
 
     peers: Mapping[str, Peer] = field(kw_only=True)
@@ -235,14 +235,14 @@ class LeadDecisions(OwnDecisions):
             with suppress(LinkError):  # it is gone, and the others must be told all the same
                 peer.link.send_packed(frame)
 
-    def _tell_workers(self) -> None:
-        super()._tell_workers()
+    def _notify_workers(self) -> None:
+        super()._notify_workers()
         if self.rounds:
             return
         for name, session in self.sessions.items():
             until = self.decider.permit(name).until
             if name not in self.decider.resting and until != self._permitted.get(name):
-                session.tell(PermitMessage(self.permit(name)))
+                session.send(PermitMessage(self.permit(name)))
 
 
 @dataclass(eq=False)
@@ -255,7 +255,7 @@ class ViewService:
     updates: UpdatePipeline
     decisions: Decisions
     rounds: RoundServer | None
-    leads: bool
+    is_leader: bool
 
     def end(self) -> None:
         """The view is over. Break reference cycles, so that memory of other members is freed at once: the
@@ -299,8 +299,8 @@ class ViewService:
                 complete = session.span_arrived(message)
                 self.exchange.gradient_arrived(sender, seq, slot, span)
                 self._complete(complete)
-            case OpenLane():
-                if session.add_lane(link):
+            case OpenDataLink():
+                if session.add_data_link(link):
                     session.send_params(state.ledger.version, state.params)
             case StateRequest():
                 self.sessions.send_state(session)
@@ -310,8 +310,8 @@ class ViewService:
                 if state.rows is None:
                     raise ProtocolError(f"{kind_of(message)!r} without tables")
                 answers = state.rows.handle(sender, message, item.payload, done=session.done)
-                session.tell_all(answers)
-            case Statistics() if self.leads:
+                session.send_all(answers)
+            case Statistics() if self.is_leader:
                 self.sessions.pass_statistics(sender, message, item.payload)
             case _:
                 self.decisions.handle(session, message)
@@ -549,7 +549,7 @@ def make_service(
     on_error: OnError,
 ) -> ViewService:
     """Choose, once per view, how pushes become decisions and how servers exchange updates."""
-    placement, leads = state.placement, view.servers[0] == state.name
+    placement, is_leader = state.placement, view.servers[0] == state.name
     state.attach_sums({name: peer.sums or () for name, peer in peers.items()})
     if state.rows is not None:
         state.rows.meet({name: peer.undo[0] for name, peer in peers.items() if peer.undo})
@@ -566,7 +566,7 @@ def make_service(
         state,
         mode,
         exchange,
-        applied=sessions.tell_update,
+        applied=sessions.notify_workers,
         compensation=sessions.compensation,
     )
     decisions = _make_decisions(state, mode, view, peers, updates, sessions, refuse)
@@ -575,7 +575,7 @@ def make_service(
     if view.rounds is not None:
         round_server = RoundServer(*view.rounds, state, mode, placement, lock=lock)
         round_server.start(colocated=state.name in view.workers, on_error=on_error)
-    return ViewService(state, sessions, exchange, updates, decisions, round_server, leads)
+    return ViewService(state, sessions, exchange, updates, decisions, round_server, is_leader)
 
 
 def _make_decisions(
@@ -587,7 +587,7 @@ def _make_decisions(
     sessions: WorkerSessions,
     refuse: Refuse,
 ) -> Decisions:
-    lead, name = view.servers[0], state.name
+    leader, name = view.servers[0], state.name
 
     def decider(servers: Sequence[str]) -> Decider:
         policy = mode.make_policy(view.workers)
@@ -597,10 +597,10 @@ def _make_decisions(
 
     common = (updates, sessions.by_name, name, refuse)
     if mode.for_all:
-        return OwnDecisions(decider([name]), *common, leads=name == lead)
-    if name != lead:
-        return FollowerDecisions(state, updates, peers[lead])
+        return OwnDecisions(decider([name]), *common, is_leader=name == leader)
+    if name != leader:
+        return FollowerDecisions(state, updates, peers[leader])
     lead_decider = decider([name] if state.shared else view.servers)
-    return LeadDecisions(
+    return LeaderDecisions(
         lead_decider, *common, peers=peers, workers=view.workers, rounds=mode.rounds
     )

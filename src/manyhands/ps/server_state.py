@@ -129,17 +129,17 @@ class ServerState:
         self,
         view: int,
         placement: Placement,
-        materials: Mapping[tuple[str, int], BlockState],
+        received: Mapping[tuple[str, int], BlockState],
         *,
         fresh: bool,
         row_placement: RowPlacement | None = None,
     ) -> None:
-        """Build the blocks of `placement` from `materials`, those received, by (role, block), and those held
+        """Build the blocks of `placement` from `received`, those received, by (role, block), and those held
         here. If `fresh` is true, missing blocks get their initial state."""
 
         def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:
             return {
-                n: materials.get((role, n)) or (self.fresh(n) if fresh else self.block_state(n))
+                n: received.get((role, n)) or (self.fresh(n) if fresh else self.block_state(n))
                 for n in numbers
             }
 
@@ -157,7 +157,7 @@ class ServerState:
                 held.versions[server] = self.ledger.version
         self.coming = held
         if self.rows is not None and row_placement is not None:
-            self.rows.prepare(row_placement, materials)
+            self.rows.prepare(row_placement, received)
 
     def begin(self) -> None:
         """Begin the prepared view."""
@@ -223,9 +223,9 @@ def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str 
     for block in placement.blocks_of(server):
         kept[placement.replica_of(block)].append(block.number)
     spans: list[Span] = []
-    keepers: list[str | None] = []
-    for keeper, numbers in kept.items():
+    holders: list[str | None] = []
+    for holder, numbers in kept.items():
         cut = message_spans(placement.layout, numbers)
         spans += cut
-        keepers += [keeper] * len(cut)
-    return spans, keepers
+        holders += [holder] * len(cut)
+    return spans, holders

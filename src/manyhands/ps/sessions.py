@@ -27,7 +27,7 @@ from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import Contribution, Decision, StartPermit
 from manyhands.ps.protocol import (
     BETWEEN_SERVERS,
-    FROM_LANE,
+    FROM_DATA_LINK,
     FROM_WORKER,
     AppliedPush,
     EnterView,
@@ -49,7 +49,7 @@ from manyhands.ps.recovery_plan import RecoveryPlan
 from manyhands.ps.server_state import ServerState, travelling
 from manyhands.ps.tensor_messages import pack
 from manyhands.transport import Link, Received
-from manyhands.transport.event_loop import LANES, LinkReader, PriorityChannel
+from manyhands.transport.event_loop import DATA_LINKS, LinkReader, PriorityChannel
 from manyhands.transport.fields import kind_of
 
 MAX_UNHANDLED = 64
@@ -164,10 +164,10 @@ class WorkerReader(PeerReader):
             check_push(message, self._sender)
 
 
-class LaneReader(WorkerReader):
+class DataLinkReader(WorkerReader):
     """Reads a worker's bulk data."""
 
-    messages = FROM_LANE
+    messages = FROM_DATA_LINK
 
 
 def check_push(message: PushMessage, worker: str) -> None:
@@ -193,7 +193,7 @@ class WorkerSession:
     """A worker whose gradients are in memory that this server can read."""
 
     travels = False
-    """If true, gradients and parameters are sent over lanes."""
+    """If true, gradients and parameters are sent over data links."""
 
     def __init__(self, name: str, link: Link, slots: Sequence[FlatTensors]) -> None:
         """`slots`: its gradients."""
@@ -216,20 +216,20 @@ class WorkerSession:
         self._sent_before = self.bytes_sent
         self.link = link
 
-    def add_lane(self, link: Link) -> bool:
+    def add_data_link(self, link: Link) -> bool:
         """Add a link for bulk data. Returns whether all are here."""
-        raise ProtocolError(f"{self.name} needs no more lanes")
+        raise ProtocolError(f"{self.name} needs no more data links")
 
-    def tell(self, message: Any, payload: memoryview | None = None) -> None:
+    def send(self, message: Any, payload: memoryview | None = None) -> None:
         """Send a message."""
         try:
             self.link.send(message, payload)
         except LinkError:
             pass  # it is gone, or reconnects and asks again
 
-    def tell_all(self, messages: Iterable[tuple[Any, memoryview | None]]) -> None:
+    def send_all(self, messages: Iterable[tuple[Any, memoryview | None]]) -> None:
         for message, payload in messages:
-            self.tell(message, payload)
+            self.send(message, payload)
 
     def send_params(self, version: int, params: FlatTensors) -> None:
         """Send the parameters, unless the worker reads them in place."""
@@ -282,25 +282,25 @@ class RemoteSession(WorkerSession):
         """`wants`: the spans of parameters to send, in the order in which the worker needs them."""
         super().__init__(name, link, slots)
         self._spans, self._wants = spans, wants
-        self._lane_links: list[Link] = []
+        self._data_links: list[Link] = []
         self._channel: PriorityChannel | None = None
         self._arriving: dict[int, IncomingPush] = {}
 
     @property
     def bytes_sent(self) -> int:
-        return super().bytes_sent + sum(link.bytes_sent for link in self._lane_links)
+        return super().bytes_sent + sum(link.bytes_sent for link in self._data_links)
 
     def enter_again(self, link: Link) -> None:
         super().enter_again(link)
-        self._channel, self._lane_links = None, []
+        self._channel, self._data_links = None, []
 
-    def add_lane(self, link: Link) -> bool:
-        if len(self._lane_links) == LANES:
-            return super().add_lane(link)
-        self._lane_links.append(link)
-        if len(self._lane_links) < LANES:
+    def add_data_link(self, link: Link) -> bool:
+        if len(self._data_links) == DATA_LINKS:
+            return super().add_data_link(link)
+        self._data_links.append(link)
+        if len(self._data_links) < DATA_LINKS:
             return False
-        self._channel = PriorityChannel(self._lane_links)
+        self._channel = PriorityChannel(self._data_links)
         return True
 
     def send_params(self, version: int, params: FlatTensors) -> None:
@@ -334,7 +334,7 @@ class RemoteSession(WorkerSession):
         super().close()
         if self._channel is not None:
             self._channel.close()
-        for link in self._lane_links:
+        for link in self._data_links:
             link.close()
 
     def _arriving_push(self, seq: int, slot: int) -> IncomingPush:
@@ -400,7 +400,7 @@ class WorkerSessions:
         else:
             session = self._new_session(worker, link, message)
         last = ledger.decisions[-1:]
-        session.tell(
+        session.send(
             ViewBegun(
                 ledger.version,
                 ledger.ticks,
@@ -414,7 +414,7 @@ class WorkerSessions:
             )
         )
         if self._statistics is not None:
-            session.tell(*self._statistics)  # sent while it had no connection
+            session.send(*self._statistics)  # sent while it had no connection
 
     def _new_session(self, worker: str, link: Link, message: EnterView) -> WorkerSession:
         state, num_slots = self._server_state, self._mode.slots
@@ -444,12 +444,12 @@ class WorkerSessions:
         """This server's blocks as they travel, and the indices of those that the worker needs, in the order
         of its forward. A worker that holds replicas of spans does not need those."""
         state = self._server_state
-        spans, keepers = travelling(state.placement, state.name)
+        spans, holders = travelling(state.placement, state.name)
         needed = {block.number: i for i, block in enumerate(order_needed(state.layout))}
         order = sorted(range(len(spans)), key=lambda i: needed[spans[i].blocks[0].number])
-        return spans, [i for i in order if keepers[i] != worker]
+        return spans, [i for i in order if holders[i] != worker]
 
-    def tell_update(self, decision: Decision, lr: float) -> None:
+    def notify_workers(self, decision: Decision, lr: float) -> None:
         """Tell workers of an applied update: in rounds all, otherwise those whose pushes it has."""
         own: dict[str, list[AppliedPush]] = defaultdict(list)
         for each in decision.contributions:
@@ -467,28 +467,28 @@ class WorkerSessions:
                 total = self.bytes_sent
                 sent, self._reported_bytes = total - self._reported_bytes, total
             permit = self.permit(name)
-            session.tell(
+            session.send(
                 NewVersion(decision.version, decision.ticks, own.get(name, ()), sent, permit=permit)
             )
             session.send_params(state.ledger.version, state.params)
 
     def answer_pull(self, session: WorkerSession) -> None:
         state = self._server_state
-        session.tell(NewVersion(state.ledger.version, state.ledger.ticks, pulled=True))
+        session.send(NewVersion(state.ledger.version, state.ledger.ticks, pulled=True))
         session.send_params(state.ledger.version, state.params)
 
     def send_state(self, session: WorkerSession) -> None:
         """Send the optimizer's state, for a checkpoint."""
         own = self._server_state.own
         for number in own.numbers:
-            session.tell_all(pack(number, own.take(number), params=False))
-        session.tell(StateEnd("state"))
+            session.send_all(pack(number, own.take(number), params=False))
+        session.send(StateEnd("state"))
 
     def pass_statistics(self, sender: str, message: Statistics, payload: memoryview | None) -> None:
         self._statistics = (message, payload)
         for name, other in self.by_name.items():
             if name != sender:
-                other.tell(message, payload)
+                other.send(message, payload)
 
     def buffer_for(self, worker: str, message: object) -> memoryview | None:
         """The memory for the payload of a worker's message. Gradients are received where they are added

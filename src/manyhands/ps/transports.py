@@ -79,7 +79,7 @@ class PsTransport(ABC):
 
 
 class SharedMemoryTransport(PsTransport):
-    """The lead has had the memory from the beginning, or has survived with it: it posts the address."""
+    """The leader has had the memory from the beginning, or has survived with it: it posts the address."""
 
     on_host = True
     server_state_type = SharedServerState
@@ -103,12 +103,14 @@ class SharedMemoryTransport(PsTransport):
 
     def find_params(self, view: View) -> FlatTensors:
         node, key = self._node, f"ps/{view.number}/params"
-        leads = node.leads(view)
+        is_leader = node.is_leader(view)
         if self._params is None:
             self._params = (
-                self._new_params() if leads else FlatTensors.attached(node.layout, node.fetch(key))
+                self._new_params()
+                if is_leader
+                else FlatTensors.attached(node.layout, node.fetch(key))
             )
-        if leads:
+        if is_leader:
             assert self._params.segment is not None
             node.board.post(key, self._params.segment.address)
         return self._params
@@ -121,12 +123,12 @@ class SharedMemoryTransport(PsTransport):
         return self._find_rounds(view) if self._node.mode.for_all else None
 
     def _find_tables(self, view: View) -> None:
-        """Find the tables: the lead shares them, others attach. Once: they outlive their creator."""
+        """Find the tables: the leader shares them, others attach. Once: they outlive their creator."""
         node, tables = self._node, self._node.train_state.tables
         if not tables.specs:
             return
         key = f"ps/{view.number}/tables"
-        if node.leads(view):
+        if node.is_leader(view):
             where = tables.stores.addresses() if self._has_tables else tables.stores.share()
             node.board.post(key, json.dumps(where))
         elif not self._has_tables:
@@ -138,7 +140,7 @@ class SharedMemoryTransport(PsTransport):
         """Find the table and the doorbells of this view."""
         node, key = self._node, f"ps/{view.number}/rounds"
         workers, servers = [seat.name for seat in view.workers], node.servers_in(view)
-        if node.leads(view):
+        if node.is_leader(view):
             table = RoundTable.create(workers, servers)
             node.board.post(key, table.address)
         else:

@@ -249,8 +249,8 @@ def catch_up(state: ServerState, plan: RecoveryPlan) -> None:
         state.held = HeldBlocks()  # missed a view: its blocks have moved to other servers
         state.ledger = plan.ledger.copy()
         return
-    for keeper, owner in plan.stale:
-        if keeper == state.name:  # the blocks that it needs are sent again
+    for holder, owner in plan.stale:
+        if holder == state.name:  # the blocks that it needs are sent again
             state.held.replicas.pop(owner, None)
             state.held.versions.pop(owner, None)
     for owner, replica in state.held.replicas.items():
@@ -311,28 +311,28 @@ class MessageExchange(UpdateExchange):
         self._peers = peers
         self._closed = False
         self._norms: dict[int, dict[str, float]] = defaultdict(dict)
-        keepers = {placement.replica_of(b) for b in placement.blocks_of(server_state.name)}
-        self._taken = {name: server_state.ledger.version for name in peers if name in keepers}
+        holders = {placement.replica_of(b) for b in placement.blocks_of(server_state.name)}
+        self._taken = {name: server_state.ledger.version for name in peers if name in holders}
         """Last version whose sum each holder of this server's replicas has applied."""
 
-    def handle(self, who: str, message: Message) -> None:
+    def handle(self, sender: str, message: Message) -> None:
         """Handle a message of another server; ProtocolError if it belongs to no update in progress."""
         match message:
             case PartialNorm(version, value):
                 self._check_version(message, self._server_state.ledger.version)
-                if not self._clips or who in self._norms[version]:
+                if not self._clips or sender in self._norms[version]:
                     raise ProtocolError(f"an unexpected norm for version {version}")
-                self._norms[version][who] = value
+                self._norms[version][sender] = value
             case SumTaken(version):
-                if who not in self._taken:
+                if sender not in self._taken:
                     raise ProtocolError("'SumTaken' from a server without a replica of this one")
-                self._check_version(message, self._taken[who])
-                self._taken[who] = version
+                self._check_version(message, self._taken[sender])
+                self._taken[sender] = version
             case ReplicaSum():
-                if who not in self._server_state.others:
+                if sender not in self._server_state.others:
                     raise ProtocolError("a sum of a server whose replica is not here")
-                self._check_version(message, self._server_state.held.versions[who])
-                self._on_replica(who, message)
+                self._check_version(message, self._server_state.held.versions[sender])
+                self._on_replica(sender, message)
             case _:
                 raise ProtocolError(f"{kind_of(message)!r} where updates need no commit")
 
@@ -361,8 +361,8 @@ class MessageExchange(UpdateExchange):
         return [norm for _, norm in sorted(self._norms.pop(version).items())]
 
     def replicate(self, decision: Decision) -> None:
-        for keeper in self._taken:
-            self._send(keeper, ReplicaSum(decision.version, decision=decision))
+        for holder in self._taken:
+            self._send(holder, ReplicaSum(decision.version, decision=decision))
 
     def _on_replica(self, owner: str, message: ReplicaSum) -> None:
         if message.decision is None or message.span is not None:
@@ -387,9 +387,9 @@ class MessageExchange(UpdateExchange):
         for name in self._peers:
             self._send(name, message)
 
-    def _send(self, who: str, message: Message) -> None:
+    def _send(self, server: str, message: Message) -> None:
         try:
-            self._peers[who].link.send(message)
+            self._peers[server].link.send(message)
         except LinkError:
             # The server is dead, and a view without it follows. Until then this server completes the
             # update that it has begun, so that the others are not left with half of it.
@@ -478,10 +478,10 @@ class NetworkExchange(MessageExchange):
     ) -> None:
         """Create the exchange of a view. `followed` is called after each update of a replica here."""
         super().__init__(server_state, mode, placement, peers)
-        self._lead = placement.servers[0]
+        self._leader = placement.servers[0]
         self._followed = followed
         self._to_hold = _to_hold(placement)
-        """(owner, keeper) of all sums; the leader waits for these before it commits."""
+        """(owner, holder) of all sums; the leader waits for these before it commits."""
         self._held: dict[int, set[tuple[str, str]]] = defaultdict(set)
         self._uncommitted: dict[int, dict[str, Decision]] = defaultdict(dict)
         self._arrived: dict[tuple[str, int], int] = defaultdict(int)
@@ -492,8 +492,8 @@ class NetworkExchange(MessageExchange):
         self._sent: set[int] = set()
         """Spans of the pending decision's sum that were sent before it."""
         self._resend_all = False
-        self._spans, keepers = travelling(placement, server_state.name)
-        self._keepers = [(name, keepers[:i].count(name)) for i, name in enumerate(keepers)]
+        self._spans, holders = travelling(placement, server_state.name)
+        self._holders = [(name, holders[:i].count(name)) for i, name in enumerate(holders)]
         """For each span of this server's sums: the holder of its replica, and the span's index there."""
         self._channels = {name: PriorityChannel([peers[name].link]) for name in self._taken}
         kept = [
@@ -507,24 +507,24 @@ class NetworkExchange(MessageExchange):
         }
         """Spans of the replicas here, by their owner."""
 
-    def handle(self, who: str, message: Message) -> None:
+    def handle(self, sender: str, message: Message) -> None:
         state = self._server_state
         match message:
             case SumHeld(version, owner):
                 self._check_version(message, state.ledger.version)
-                if state.name != self._lead or (owner, who) not in self._to_hold:
+                if state.name != self._leader or (owner, sender) not in self._to_hold:
                     raise ProtocolError(
                         "'SumHeld' for a sum that its sender does not hold, or not sent to the leader"
                     )
-                self._on_held(owner, who, version)
+                self._on_held(owner, sender, version)
             case Commit(version):
-                if who != self._lead or self._pending == state.ledger.version:
+                if sender != self._leader or self._pending == state.ledger.version:
                     raise ProtocolError("an unexpected commit, or one not from the leader")
                 if version != self._pending:
                     raise ProtocolError(f"a commit of version {version}; expected {self._pending}")
                 self._on_commit(version)
             case _:
-                super().handle(who, message)
+                super().handle(sender, message)
 
     def buffer_for(self, owner: str, message: ReplicaSum) -> memoryview:
         span, kept = message.span, self._kept.get(owner, ())
@@ -565,19 +565,19 @@ class NetworkExchange(MessageExchange):
         sums = self._server_state.sums.of(version)
         first = ReplicaSum(version, decision=decision, resend_all=self._resend_all)
         messages = dict.fromkeys(self._taken, first)  # the decision goes to each holder once
-        for i, (keeper, _) in enumerate(self._keepers):
+        for i, (holder, _) in enumerate(self._holders):
             if i not in self._sent:
-                self._send_span(i, sums, messages.pop(keeper or "", ReplicaSum(version)))
-        for keeper, message in messages.items():
-            self._channels[keeper].put(0, message)
+                self._send_span(i, sums, messages.pop(holder or "", ReplicaSum(version)))
+        for holder, message in messages.items():
+            self._channels[holder].put(0, message)
         if not self._taken:
             self._send_held(self._server_state.name, version)
 
     def _send_span(self, i: int, sums: FlatTensors, message: ReplicaSum) -> None:
-        keeper, index = self._keepers[i]
-        if keeper is not None:
+        holder, index = self._holders[i]
+        if holder is not None:
             span = bytes_of(self._spans[i].of(sums))
-            self._channels[keeper].put(0, replace(message, span=index), span)
+            self._channels[holder].put(0, replace(message, span=index), span)
 
     def is_final(self, decision: Decision) -> bool:
         return decision.version <= self._committed
@@ -585,14 +585,14 @@ class NetworkExchange(MessageExchange):
     # Commit -------------------------------------------------------------------------------------
 
     def _send_held(self, owner: str, version: int) -> None:
-        if self._server_state.name == self._lead:
-            self._on_held(owner, self._lead, version)
+        if self._server_state.name == self._leader:
+            self._on_held(owner, self._leader, version)
         else:
-            self._send(self._lead, SumHeld(version, owner))
+            self._send(self._leader, SumHeld(version, owner))
 
-    def _on_held(self, owner: str, keeper: str, version: int) -> None:
+    def _on_held(self, owner: str, holder: str, version: int) -> None:
         """Note a held sum, on the leader. Once every sum is held, commit the update."""
-        self._held[version].add((owner, keeper))
+        self._held[version].add((owner, holder))
         if self._held[version] >= self._to_hold and not self._closed:
             del self._held[version]
             self._send_all(Commit(version))
@@ -627,7 +627,7 @@ class NetworkExchange(MessageExchange):
 
 
 def _to_hold(placement: Placement) -> set[tuple[str, str]]:
-    """Return (owner, keeper) of all replicas; a server without a replica is its own keeper."""
+    """Return (owner, holder) of all replicas; a server without a replica is its own holder."""
     kept = {
         (placement.server_of(block), server)
         for server in placement.servers

@@ -68,7 +68,7 @@ class ViewChange:
         self._proceeding = self._prepared = self._begun = False
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self._server_state.name == self._servers[0]
 
     def hello(self) -> PeerHello:
@@ -86,7 +86,7 @@ class ViewChange:
             link.send(self.hello())
             self._acceptor.inbox.put(InboxItem(name, PeerDialed(), link=link))
             self._acceptor.read(link, name)
-        if self.leads:
+        if self.is_leader:
             status = self._server_state.status()
             self._acceptor.inbox.put(InboxItem(self._server_state.name, status))
 
@@ -97,7 +97,7 @@ class ViewChange:
             assert item.link is not None
             self.peers[sender] = Peer(sender, item.link)
             return False
-        self._check_turn(message, sender, item.link)
+        self._check_order(message, sender, item.link)
         match message:
             case PeerHello():
                 self._on_peer(sender, message, item.link)
@@ -120,34 +120,34 @@ class ViewChange:
                 self._begun = True
                 self._server_state.begin()
                 return True
-        if self.leads and len(self._moved) == len(self._servers):
+        if self.is_leader and len(self._moved) == len(self._servers):
             self._moved.clear()
             self._begun = True
-            self._tell_all(Go())
+            self._send_all(Go())
             self._server_state.begin()
             return True
         return False
 
-    def _check_turn(self, message: Message, who: str, link: Link | None) -> None:
+    def _check_order(self, message: Message, sender: str, link: Link | None) -> None:
         """Check that this sender may send this message, once, and at this stage."""
         planned = self.plan is not None
-        by_lead = who == self._servers[0]
-        peer = self.peers.get(who)
+        from_leader = sender == self._servers[0]
+        peer = self.peers.get(sender)
         fits = {
             PeerHello: peer is None if link is not None else peer is not None and peer.sums is None,
-            ServerStatus: self.leads and who not in self._statuses,
-            RecoveryPlan: by_lead and not self.leads and not planned,
+            ServerStatus: self.is_leader and sender not in self._statuses,
+            RecoveryPlan: from_leader and not self.is_leader and not planned,
             TensorMessage: not self._prepared,
-            Moved: self.leads and planned and who not in self._moved and not self._begun,
-            Go: by_lead and not self.leads and self._prepared and not self._begun,
+            Moved: self.is_leader and planned and sender not in self._moved and not self._begun,
+            Go: from_leader and not self.is_leader and self._prepared and not self._begun,
         }
         if not fits[type(message)]:
             kind = kind_of(message)
             raise ProtocolError(f"{kind!r} at the wrong time, or from the wrong server")
 
-    def _check_status(self, who: str, status: ServerStatus) -> None:
-        if status.server != who:
-            raise ProtocolError(f"a status of {status.server[:80]!r}, sent by {who}")
+    def _check_status(self, sender: str, status: ServerStatus) -> None:
+        if status.server != sender:
+            raise ProtocolError(f"a status of {status.server[:80]!r}, sent by {sender}")
         if max(status.view, status.prepared) >= self._view:
             raise ProtocolError("a status of this or a later view")
         if status.view and status.placement is None:
@@ -169,14 +169,14 @@ class ViewChange:
                 )
         check_ticks(self._server_state, plan.ledger.ticks)
 
-    def _on_peer(self, who: str, hello: PeerHello, link: Link | None) -> None:
+    def _on_peer(self, sender: str, hello: PeerHello, link: Link | None) -> None:
         if link is not None:  # the peer has dialed, and needs this server's hello
-            self.peers[who] = Peer(who, link, hello.sums, hello.undo)
-            self._tell(who, self.hello())
+            self.peers[sender] = Peer(sender, link, hello.sums, hello.undo)
+            self._send(sender, self.hello())
         else:
-            self.peers[who].sums, self.peers[who].undo = hello.sums, hello.undo
-        if who == self._servers[0] and link is None:
-            self._tell(who, self._server_state.status())
+            self.peers[sender].sums, self.peers[sender].undo = hello.sums, hello.undo
+        if sender == self._servers[0] and link is None:
+            self._send(sender, self._server_state.status())
         self._proceed()
 
     def _make_plan(self) -> None:
@@ -184,7 +184,7 @@ class ViewChange:
         rows, replicas = self._server_state.rows, self._server_state.replicas
         placed = rows is not None and rows.undo is None
         plan = make_plan(statuses, self._server_state.layout, replicas=replicas, rows=placed)
-        self._tell_all(plan)
+        self._send_all(plan)
         self._take_plan(plan)
 
     def _take_plan(self, plan: RecoveryPlan) -> None:
@@ -199,26 +199,30 @@ class ViewChange:
         if plan is None or self._proceeding or len(met) < len(self._servers) - 1:
             return
         self._proceeding = True
-        with self._lead_to_blame():
+        with self._blame_leader():
             self._carry_out(plan)
         self._when_complete()
 
     @contextmanager
-    def _lead_to_blame(self) -> Iterator[None]:
+    def _blame_leader(self) -> Iterator[None]:
         """Refuse the leader, not the sender of the current message, if the plan can't be carried out."""
         try:
             yield
         except MALFORMED as error:
-            if self.leads:
+            if self.is_leader:
                 raise
-            lead = self.peers[self._servers[0]]
+            leader = self.peers[self._servers[0]]
             why = ProtocolError(f"a plan that can't be carried out: {error!r}")
-            self._acceptor.turn_away(lead.link, lead.name, why)
+            self._acceptor.turn_away(leader.link, leader.name, why)
 
     def _carry_out(self, plan: RecoveryPlan) -> None:
         server_state, layout = self._server_state, self._server_state.layout
         catch_up(server_state, plan)
-        if self.leads and server_state.rows is not None and server_state.held.placement is not None:
+        if (
+            self.is_leader
+            and server_state.rows is not None
+            and server_state.held.placement is not None
+        ):
             server_state.rows.finish(
                 plan.ledger, server_state.held.placement.servers, self._servers
             )
@@ -235,7 +239,7 @@ class ViewChange:
                 for block in layout.blocks_in(move.shard):
                     block_state = server_state.block_state(block.number)
                     for message, payload in pack(block.number, block_state, role=move.role):
-                        self._tell(move.target, message, payload)
+                        self._send(move.target, message, payload)
 
     def _move_rows(self, plan: RecoveryPlan, rows: RowServerState) -> None:
         for move in plan.row_moves:
@@ -245,7 +249,7 @@ class ViewChange:
             if move.source == self._server_state.name:
                 for role, block_state in rows.pack(move.shard):
                     for message, payload in pack(move.shard, block_state, role=role):
-                        self._tell(move.target, message, payload)
+                        self._send(move.target, message, payload)
 
     def _when_complete(self) -> None:
         plan, placement = self.plan, self._placement
@@ -258,7 +262,7 @@ class ViewChange:
         ):
             return
         complete = self._tensor_messages.complete
-        with self._lead_to_blame():
+        with self._blame_leader():
             self._server_state.prepare(
                 self._view,
                 placement,
@@ -269,14 +273,14 @@ class ViewChange:
             self._prepared = True
         if not self._prepared:
             return
-        if self.leads:
+        if self.is_leader:
             self._moved.add(self._server_state.name)
         else:
-            self._tell(self._servers[0], Moved())
+            self._send(self._servers[0], Moved())
 
-    def _tell_all(self, message: Message) -> None:
+    def _send_all(self, message: Message) -> None:
         for name in self.peers:
-            self._tell(name, message)
+            self._send(name, message)
 
-    def _tell(self, who: str, message: Message, payload: memoryview | None = None) -> None:
-        self.peers[who].link.send(message, payload)
+    def _send(self, server: str, message: Message, payload: memoryview | None = None) -> None:
+        self.peers[server].link.send(message, payload)

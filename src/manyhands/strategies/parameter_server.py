@@ -10,7 +10,7 @@ about them. (Li et al. 2014, "Scaling Distributed Machine Learning with the Para
     ps:async     each gradient is an update of its own, on arrival; no worker waits
     ps:ssp       like async, but no worker runs more than s steps ahead of the slowest
 
-Cost per worker and step: inside a host no messages in ps:sync, otherwise one message to the lead server and
+Cost per worker and step: inside a host no messages in ps:sync, otherwise one message to the leader server and
 one back from each; over the network the gradients out and the parameters in, M bytes each, as much as a ring
 all-reduce.
 """

@@ -36,7 +36,7 @@ from manyhands.transport.tls import WouldBlock
 
 NUM_LOOPS = 2
 """Threads for reading, and as many for writing: one core copies or encrypts 2 to 3 GB/s."""
-LANES = 2
+DATA_LINKS = 2
 """Connections for bulk data between two members: the second fills the pauses of the first."""
 
 Frame = tuple[Any, Payload | None]

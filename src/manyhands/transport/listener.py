@@ -47,7 +47,7 @@ class _HalfOpen:
     """A connection in its handshake."""
 
     sock: socket.socket
-    who: str
+    peer: str
     until: float
     handshake: Handshake
 
@@ -63,7 +63,7 @@ class _Handshakes:
         admit: Callable[[socket.socket, str], None],
         refuse: Callable[[socket.socket, str, object], None],
     ) -> None:
-        """`admit(sock, peer)` is called for connections that pass, `refuse(sock, who, why)` for others."""
+        """Connections that pass go to `admit(sock, peer)`, others to `refuse(sock, peer, reason)`."""
         self.selector = selectors.DefaultSelector()
         self._context = credentials.server_context() if credentials else None
         self._secret = secret
@@ -77,7 +77,7 @@ class _Handshakes:
             return None
         return max(0.0, self._half_open[0].until - time.monotonic())
 
-    def begin(self, sock: socket.socket, who: str) -> None:
+    def begin(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         if self._context is not None:
             sock = self._context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -85,11 +85,11 @@ class _Handshakes:
         elif self._secret is not None:
             handshake = hmac_auth.listening_side(sock, self._secret)
         else:
-            self._admit(sock, who)
+            self._admit(sock, peer)
             return
         if len(self._half_open) >= MAX_HALF_OPEN:
             self._drop(self._half_open[0], "too many other handshakes")
-        half = _HalfOpen(sock, who, time.monotonic() + HANDSHAKE_S, handshake)
+        half = _HalfOpen(sock, peer, time.monotonic() + HANDSHAKE_S, handshake)
         self._half_open.append(half)
         self.selector.register(sock, selectors.EVENT_READ, half)
         self.proceed(half)
@@ -104,7 +104,7 @@ class _Handshakes:
             try:
                 self._admit(half.sock, end.value)
             except (OSError, LinkError) as error:
-                self._refuse(half.sock, half.who, error)
+                self._refuse(half.sock, half.peer, error)
         except (OSError, ValueError, LinkError, ProtocolError) as error:
             self._drop(half, error)
         else:
@@ -120,9 +120,9 @@ class _Handshakes:
             half.sock.close()
         self.selector.close()
 
-    def _drop(self, half: _HalfOpen, why: object) -> None:
+    def _drop(self, half: _HalfOpen, reason: object) -> None:
         self._forget(half)
-        self._refuse(half.sock, half.who, why)
+        self._refuse(half.sock, half.peer, reason)
 
     def _forget(self, half: _HalfOpen) -> None:
         self.selector.unregister(half.sock)
@@ -145,8 +145,8 @@ class Listener:
         insecure: bool = False,
         on_refused: Callable[[str, object], None] | None = None,
     ) -> None:
-        """`on_refused(who, why)` is called instead of a warning in the log, in the listener's thread: it must
-        not block."""
+        """`on_refused(peer, reason)` replaces the warning in the log. It is called in the listener's thread
+        and must not block."""
         where = parse_address(address)
         check_trust(where, credentials=credentials, secret=secret, insecure=insecure)
         self._limits = limits
@@ -251,26 +251,26 @@ class Listener:
                 logger.error("%s can't accept a connection: %s", self.address, error)
                 time.sleep(0.1)  # the socket stays readable meanwhile: do not spin
             return
-        who = "a local process" if self._where.path else f"{origin[0]}:{origin[1]}"
+        peer = "a local process" if self._where.path else f"{origin[0]}:{origin[1]}"
         try:
             if self._where.path:
-                who = f"process {check_owner(sock)}"
-            self._handshakes.begin(sock, who)
+                peer = f"process {check_owner(sock)}"
+            self._handshakes.begin(sock, peer)
         except (OSError, ValueError, LinkError, ProtocolError) as error:
-            self._refuse(sock, who, error)
+            self._refuse(sock, peer, error)
 
     def _admit(self, sock: socket.socket, peer: str) -> None:
         link = Link(sock, peer=peer, limits=self._limits)
         link.send(Welcome())
         self._ready.put(link)
 
-    def _refuse(self, sock: socket.socket, who: str, why: object) -> None:
+    def _refuse(self, sock: socket.socket, peer: str, reason: object) -> None:
         sock.close()
         if self._on_refused is None:
-            self._refusals.add(who, why)
+            self._refusals.add(peer, reason)
         else:
             self._refusals.count += 1
-            self._on_refused(who, why)
+            self._on_refused(peer, reason)
 
     def __enter__(self) -> Listener:
         return self

@@ -36,21 +36,21 @@ class Refusals:
         self._num_logged = 0
         self._lock = threading.Lock()
 
-    def add(self, who: str, why: object) -> None:
-        clauses = str(why)[:1000].split(": ")[:CLAUSES]
-        reason = _DETAILS.sub("#", ": ".join(clauses))[:100]
+    def add(self, peer: str, reason: object) -> None:
+        clauses = str(reason)[:1000].split(": ")[:CLAUSES]
+        kind = _DETAILS.sub("#", ": ".join(clauses))[:100]
         with self._lock:
             self.count += 1
-            if reason not in self._by_reason and len(self._by_reason) >= MAX_REASONS:
-                reason = OTHERS
-            self._by_reason[reason] += 1
-            count = self._by_reason[reason]
-            if count < self._next.get(reason, 1):
+            if kind not in self._by_reason and len(self._by_reason) >= MAX_REASONS:
+                kind = OTHERS
+            self._by_reason[kind] += 1
+            count = self._by_reason[kind]
+            if count < self._next.get(kind, 1):
                 return
-            self._next[reason] = count * EVERY
+            self._next[kind] = count * EVERY
             self._num_logged += 1
-        so_far = f"a connection from {who}" if count == 1 else f"{count:,} connections, now {who}"
-        self._logger.warning("%s refused %s: %s", self._where, so_far, why)
+        so_far = f"a connection from {peer}" if count == 1 else f"{count:,} connections, now {peer}"
+        self._logger.warning("%s refused %s: %s", self._where, so_far, reason)
 
     def close(self) -> None:
         """Log the total."""

@@ -103,7 +103,7 @@ def _plane(rows: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
 
 
 def _svg(dots: Sequence[Dot], asked: Sequence[str], share: float) -> str:
-    homes = {dot.group: dot for dot in dots if dot.asked}
+    queries = {dot.group: dot for dot in dots if dot.asked}
     # Query words get the best places.
     order = sorted(dots, key=lambda dot: (not dot.asked, dot.word))
     labels = _labels(order)
@@ -117,9 +117,9 @@ def _svg(dots: Sequence[Dot], asked: Sequence[str], share: float) -> str:
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
     ]
     for dot in dots:
-        home = homes[dot.group]
+        query = queries[dot.group]
         if not dot.asked:
-            lines.append(_line("tie", home.x, home.y, dot.x, dot.y, dot.group))
+            lines.append(_line("tie", query.x, query.y, dot.x, dot.y, dot.group))
     for dot, box in zip(order, labels, strict=True):
         near_x = min(max(dot.x, box.left), box.right)
         near_y = min(max(dot.y, box.top), box.bottom)

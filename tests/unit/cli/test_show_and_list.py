@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.cli.list_runs import HEADS
+from manyhands.cli.list_runs import COLUMNS
 from manyhands.cli.main import main
 from manyhands.events.history import read_history, sparkline
 from manyhands.runs.folder import RunFolder
@@ -164,7 +164,7 @@ def test_list_sorts_and_shows_changed_fields(
     (root / "broken").mkdir()
     (root / "broken" / "config.json").write_text("{}")
     head, *rows = output(capsys, "list").splitlines()
-    assert head.split() == [*HEADS]
+    assert head.split() == [*COLUMNS]
     assert rows[0].split()[:8] == [
         "runs/good",
         "Net",

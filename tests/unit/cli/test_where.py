@@ -86,7 +86,7 @@ def test_over_hosts_a_key_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = find_cluster(given := resolved(on="env"))
     assert cluster is not None
     assert cluster.authority is not None
-    assert not cluster.leads
+    assert not cluster.is_coordinator
     assert KEY not in json.dumps(given.sources)
     assert KEY not in repr(cluster)
 

@@ -27,7 +27,7 @@ SPECS = {
 }
 
 
-def basket(seed: int) -> dict[str, SparseGrads]:
+def grads(seed: int) -> dict[str, SparseGrads]:
     draw = np.random.default_rng(seed)
     made = {}
     for name, table in SPECS.items():
@@ -38,7 +38,7 @@ def basket(seed: int) -> dict[str, SparseGrads]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_gradients_are_packed_and_unpacked(seed: int) -> None:
-    given = basket(seed)
+    given = grads(seed)
     memory = memoryview(bytearray(num_bytes(given, SPECS)))
     assert pack_into(memory, given, SPECS) == memory.nbytes
     shared = SharedGrads.create(SPECS)
@@ -52,12 +52,12 @@ def test_gradients_are_packed_and_unpacked(seed: int) -> None:
 
 def test_bfloat16_rounds_to_the_nearest() -> None:
     numbers = np.concatenate(
-        [np.float32([0, -0.0, 1, -1, 1e-38, 3e38]), basket(3)["large"].grads.ravel()]
+        [np.float32([0, -0.0, 1, -1, 1e-38, 3e38]), grads(3)["large"].grads.ravel()]
     )
     expected = torch.from_numpy(numbers).bfloat16()
     assert np.array_equal(to_bfloat16(numbers), expected.view(torch.int16).numpy().view(np.uint16))
     assert np.array_equal(from_bfloat16(to_bfloat16(numbers)), expected.float().numpy())
-    given = basket(5)
+    given = grads(5)
     memory = memoryview(bytearray(num_bytes(given, SPECS, bits=16)))
     assert pack_into(memory, given, SPECS, bits=16) == memory.nbytes
     for name, sparse in unpack(memory, SPECS, bits=16).items():
@@ -92,7 +92,7 @@ def test_malformed_gradients_are_refused(cut: int) -> None:
 
 
 def test_gradients_are_summed_in_order_each_id_once() -> None:
-    first, second = basket(1), basket(2)
+    first, second = grads(1), grads(2)
     summed = weighted_sum([first, second], [1.0, 0.5], SPECS)
     for name, sparse in summed.items():
         assert len(set(sparse.ids.tolist())) == len(sparse.ids)
@@ -113,9 +113,9 @@ def test_any_process_can_undo_an_update() -> None:
         tables.store(name).find(ids, create=True, now=0)
     log = UndoLog.create()
     log.reset(4)
-    tables.apply([basket(3)], [1.0], lr=0.1, base_lr=0.1, now=5, undo=(log, 5))
+    tables.apply([grads(3)], [1.0], lr=0.1, base_lr=0.1, now=5, undo=(log, 5))
     before = tables.state_dict()
-    tables.apply([basket(4)], [1.0], lr=0.1, base_lr=0.1, now=6, undo=(log, 6))
+    tables.apply([grads(4)], [1.0], lr=0.1, base_lr=0.1, now=6, undo=(log, 6))
     assert (log.begun, log.done) == (6, 6)
     changed = tables.state_dict()
     assert not np.array_equal(changed["large"]["rows"], before["large"]["rows"])

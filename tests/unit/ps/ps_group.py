@@ -30,7 +30,7 @@ from manyhands.ps.server import Server, ServerView
 from manyhands.ps.server_state import ServerState, SharedServerState
 from manyhands.ps.staleness import Rule
 from manyhands.transport import Authority, Limits, Link, Listener, connect
-from manyhands.transport.event_loop import LANES
+from manyhands.transport.event_loop import DATA_LINKS
 from manyhands.transport.fields import write
 
 BAD, GOOD, SERVER = "worker-0", "worker-1", "server-0"
@@ -116,12 +116,12 @@ class RunningServer:
         with self.dial(BAD) as link:
             return last_words(link, *heads, payload=payload)
 
-    def in_lanes(self, head: Mapping[str, Any], payload: bytes | None) -> str:
-        """A word of the bad worker on a lane, after it has entered."""
+    def on_data_link(self, head: Mapping[str, Any], payload: bytes | None) -> str:
+        """A word of the bad worker on a data link, after it has entered."""
         with self.dial(BAD) as words:
             words.send(ENTER)
             assert words.recv(timeout_s=LONG_S).message["kind"] == "ViewBegun"
-            return self.say(LANE, head, payload=payload)
+            return self.say(DATA_LINK, head, payload=payload)
 
 
 def last_words(link: Link, *heads: Mapping[str, Any], payload: bytes | None = None) -> str:
@@ -204,7 +204,7 @@ def push_of(worker: str, seq: int, slot: int) -> dict[str, Any]:
 
 
 ENTER = {"kind": "EnterView", "sender": BAD, "view": VIEW, "slots": [], "row_grads": [], "seen": 0}
-LANE = {"kind": "OpenLane", "sender": BAD, "view": VIEW}
+DATA_LINK = {"kind": "OpenDataLink", "sender": BAD, "view": VIEW}
 PUSH = {"kind": "PushMessage", "push": push_of(BAD, 1, 0), "began": 0, "after": 0}
 SPAN = {"kind": "GradientSpan", "seq": 1, "slot": 0, "span": 0}
 BUFFERS = {"kind": "Statistics", "tag": 1}
@@ -261,18 +261,18 @@ def mutated_pushes(push: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def entered(at: RunningServer) -> Iterator[tuple[Link, list[Link], bytes]]:
-    """The bad worker, with its lanes; and a run's worth of a gradient."""
+    """The bad worker, with its data links; and a run's worth of a gradient."""
     (span,) = at.client.spans[SERVER]
     with contextlib.ExitStack() as stack:
         words = stack.enter_context(at.dial(BAD))
         words.send(ENTER)
         assert words.recv(timeout_s=LONG_S).message["kind"] == "ViewBegun"
-        channel = [stack.enter_context(at.dial(BAD)) for _ in range(LANES)]
-        for lane in channel:
-            lane.send(LANE)
-        # When all lanes are there, the parameters come by one of them.
-        for _, lane in zip(range(400), itertools.cycle(channel), strict=False):
+        channel = [stack.enter_context(at.dial(BAD)) for _ in range(DATA_LINKS)]
+        for data_link in channel:
+            data_link.send(DATA_LINK)
+        # When all data links are there, the parameters come by one of them.
+        for _, data_link in zip(range(400), itertools.cycle(channel), strict=False):
             with contextlib.suppress(LinkTimeout):
-                assert lane.recv(timeout_s=0.05).message["kind"] == "ParameterSpan"
+                assert data_link.recv(timeout_s=0.05).message["kind"] == "ParameterSpan"
                 break
         yield words, channel, bytes(span.numel * 4)

@@ -71,7 +71,7 @@ def schedule(optimizer: Optimizer) -> LRScheduler:
     return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
 
-def train_state(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> TrainState:
+def make_train_state(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(9, 11), nn.Linear(11, 7), nn.Linear(7, 3))
     optimizer = EVERY_KIND[name](list(model.parameters()))
@@ -86,16 +86,16 @@ def train_state(name: str = "sgd", *, scheduled: bool = True, seed: int = 0) -> 
     )
 
 
-def layout_for(whom: TrainState, *, block_bytes: int = 128) -> BlockLayout:
-    """The trainee's layout, cut finer than it would be."""
-    rough = layout_of(whom.model, whom.optimizer)
+def layout_for(train_state: TrainState, *, block_bytes: int = 128) -> BlockLayout:
+    """The job's layout, cut finer than it would be."""
+    rough = layout_of(train_state.model, train_state.optimizer)
     pieces: tuple[FlatParameter, ...] = rough.pieces
     return BlockLayout.of(pieces, block_bytes=block_bytes, whole_tensors=rough.whole_tensors)
 
 
-def filled(flat: FlatTensors, whom: TrainState) -> FlatTensors:
-    """With the trainee's parameters."""
-    for name, parameter in pieces_of(whom.model, whom.optimizer).items():
+def filled(flat: FlatTensors, train_state: TrainState) -> FlatTensors:
+    """Copy the job's parameters into `flat`."""
+    for name, parameter in pieces_of(train_state.model, train_state.optimizer).items():
         flat.piece(name).copy_(parameter.detach().reshape(-1))
     return flat
 
@@ -108,10 +108,10 @@ def noise(layout: BlockLayout, generator: torch.Generator) -> FlatTensors:
     return flat
 
 
-def everything(whom: TrainState, flat: FlatTensors) -> BlockStore:
-    """A holding of all blocks, as the job has them."""
-    materials = {b.number: BlockState(flat.block(b.number), {}) for b in flat.layout.blocks}
-    return BlockStore(whom, flat, materials, ticks=0)
+def whole_store(train_state: TrainState, flat: FlatTensors) -> BlockStore:
+    """A store of all blocks, as the job has them."""
+    states = {b.number: BlockState(flat.block(b.number), {}) for b in flat.layout.blocks}
+    return BlockStore(train_state, flat, states, ticks=0)
 
 
 def assert_same(mine: BlockState, theirs: BlockState, what: str) -> None:
@@ -128,9 +128,9 @@ class ServerGroup:
 
     def __init__(self, name: str, *, shared: bool, chance: random.Random, block_bytes: int) -> None:
         self.name, self.shared, self.chance = name, shared, chance
-        self.reference_trainee = train_state(name)
+        self.reference_trainee = make_train_state(name)
         self.layout = layout_for(self.reference_trainee, block_bytes=block_bytes)
-        self.reference = everything(
+        self.reference = whole_store(
             self.reference_trainee, filled(FlatTensors.private(self.layout), self.reference_trainee)
         )
         self.generator = torch.Generator().manual_seed(chance.randrange(2**31))
@@ -146,21 +146,21 @@ class ServerGroup:
     # Members.
 
     def join(self) -> ServerState:
-        whom = train_state(self.name)
+        train_state = make_train_state(self.name)
         if not self.shared:
-            params = filled(FlatTensors.private(self.layout), whom)
+            params = filled(FlatTensors.private(self.layout), train_state)
         elif self.server_states:
             segment = self.server_states[0].params.segment
             assert segment is not None
             params = FlatTensors.attached(self.layout, segment.address)
         else:
-            params = filled(FlatTensors.shared(self.layout, label="test"), whom)
+            params = filled(FlatTensors.shared(self.layout, label="test"), train_state)
         server_state = (SharedServerState if self.shared else ServerState)(
             f"s{self.count}",
             "host" if self.shared else f"host{self.count}",
-            whom,
+            train_state,
             params,
-            ScheduleClock(whom.scheduler),
+            ScheduleClock(train_state.scheduler),
             replicas=1,
         )
         self.count += 1
@@ -279,23 +279,23 @@ class ServerGroup:
         make_sum(server_state, decision, sums, server_state.held.own.spans)
         server_state.sums.note(decision.version)
 
-    def hand_over(self, owner: ServerState, keeper: ServerState, decision: Decision) -> None:
-        """A keeper has the sum of another server."""
-        theirs, version = keeper.others[owner.name], decision.version
+    def hand_over(self, owner: ServerState, holder: ServerState, decision: Decision) -> None:
+        """A holder has the sum of another server."""
+        theirs, version = holder.others[owner.name], decision.version
         if not self.shared:
-            for span in keeper.held.replicas[owner.name].spans:
+            for span in holder.held.replicas[owner.name].spans:
                 span.of(theirs.of(version)).copy_(span.of(owner.sums.of(version)))
         theirs.note(version)
 
-    def keepers_of(self, owner: ServerState) -> list[ServerState]:
+    def holders_of(self, owner: ServerState) -> list[ServerState]:
         return [e for e in self.server_states if owner.name in e.held.replicas]
 
     def finish(self, decision: Decision) -> None:
         """Everybody does all of it."""
         for server_state in self.server_states:
             self.sum_up(server_state, decision)
-            for keeper in self.keepers_of(server_state):
-                self.hand_over(server_state, keeper, decision)
+            for holder in self.holders_of(server_state):
+                self.hand_over(server_state, holder, decision)
         for server_state in self.server_states:
             apply(server_state, decision)
             for owner in server_state.held.replicas:

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from ps_group import (
     BAD,
     BUFFERS,
+    DATA_LINK,
     ENTER,
     GOOD,
-    LANE,
     LONG_S,
     LR,
     PLAIN,
@@ -61,7 +61,7 @@ def test_every_field_of_every_message_is_checked(head: dict[str, Any], tmp_path:
             assert at.say(ENTER, wrong, payload=payload), f"{wrong} was taken"
         for other in (
             SPAN,
-            LANE,
+            DATA_LINK,
             ENTER,
             {"kind": "Decide"},
             {"kind": "Go"},
@@ -74,7 +74,7 @@ def test_every_field_of_every_message_is_checked(head: dict[str, Any], tmp_path:
 
 def test_every_field_of_the_first_message_is_checked(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
-        for head in (ENTER, LANE):
+        for head in (ENTER, DATA_LINK):
             for wrong in mutated(head):
                 assert at.say(wrong), f"{wrong} was taken"
         for wrong in ({**ENTER, "view": VIEW + 1}, {**ENTER, "sender": "nobody"}, *WORDS, SPAN, {}):
@@ -95,18 +95,18 @@ def test_every_field_of_a_span_is_checked(tmp_path: Path) -> None:
             *WORDS,
         ]
         for wrong in wrongs:
-            assert at.in_lanes(wrong, payload), f"{wrong} was taken"
+            assert at.on_data_link(wrong, payload), f"{wrong} was taken"
         for size in (0, 1, len(payload) - 1, len(payload) + 1, 1 << 15):
-            assert at.in_lanes(SPAN, bytes(size)), f"{size} bytes were taken"
-        assert at.in_lanes(SPAN, None)
+            assert at.on_data_link(SPAN, bytes(size)), f"{size} bytes were taken"
+        assert at.on_data_link(SPAN, None)
         at.train()
 
 
 def test_row_messages_without_tables_are_refused(tmp_path: Path) -> None:
     rows = {"kind": "RowsRequest", "tag": 1, "table": "t", "bytes": 8}
-    basket = {"kind": "RowGradients", "seq": 1, "slot": 0, "bytes": 8}
+    row_grads = {"kind": "RowGradients", "seq": 1, "slot": 0, "bytes": 8}
     with running_server("proof", tmp_path) as at:
-        for head in (rows, basket):
+        for head in (rows, row_grads):
             assert "without tables" in at.say(ENTER, head, payload=bytes(8))
             for wrong in mutated(head):
                 assert at.say(ENTER, wrong, payload=bytes(8)), f"{wrong} was taken"
@@ -155,7 +155,7 @@ _heads = st.dictionaries(st.sampled_from(_fields), _json).flatmap(
             "ask_missing",
             "buffers",
             "enter",
-            "lane",
+            "data_link",
             "peer",
             "decide",
             "commit",
@@ -169,10 +169,12 @@ def test_random_messages_are_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
 
         @settings(max_examples=120)
-        @given(_heads, st.none() | st.binary(max_size=100), st.sampled_from(["", "enter", "lane"]))
+        @given(
+            _heads, st.none() | st.binary(max_size=100), st.sampled_from(["", "enter", "data_link"])
+        )
         def holds(head: dict[str, Any], payload: bytes | None, first: str) -> None:
-            if first == "lane":
-                at.in_lanes(head, payload)
+            if first == "data_link":
+                at.on_data_link(head, payload)
             else:
                 assert at.say(*([ENTER] if first else []), head, payload=payload)
             at.check()
@@ -186,7 +188,7 @@ def test_members_can_only_act_as_themselves(kind: str, tmp_path: Path) -> None:
     with running_server(kind, tmp_path) as at:
         peer = {"kind": "PeerHello", "view": VIEW, "sums": [], "undo": []}
         assert "has the key of" in at.say({**ENTER, "sender": GOOD})
-        assert "has the key of" in at.say({**LANE, "sender": GOOD})
+        assert "has the key of" in at.say({**DATA_LINK, "sender": GOOD})
         assert "an unexpected" in at.say({**peer, "sender": SERVER})
         assert "an unexpected" in at.say({**peer, "sender": BAD})
         with at.dial(SERVER) as link:
@@ -321,11 +323,11 @@ def test_a_push_that_is_sent_twice_counts_once(tmp_path: Path) -> None:
         assert at.server.server_state.ledger.counts == {BAD: 1, GOOD: 1}
 
 
-def test_lanes_without_a_session_and_excess_lanes_are_refused(tmp_path: Path) -> None:
+def test_data_links_without_a_session_and_excess_data_links_are_refused(tmp_path: Path) -> None:
     with running_server("proof", tmp_path) as at:
-        assert "has not entered" in at.say(LANE)
+        assert "has not entered" in at.say(DATA_LINK)
         with entered(at):
-            assert "needs no more lanes" in at.say(LANE)
+            assert "needs no more data links" in at.say(DATA_LINK)
         at.train()
 
 

@@ -14,11 +14,11 @@ from server_states import (
     EVERY_KIND,
     OPTIMIZERS,
     assert_same,
-    everything,
     filled,
     layout_for,
+    make_train_state,
     noise,
-    train_state,
+    whole_store,
 )
 from torch import nn
 
@@ -44,9 +44,11 @@ def dealt(count: int, among: int, seed: int) -> list[list[int]]:
     return hands
 
 
-def split(whom: TrainState, flat: FlatTensors, hands: Iterable[list[int]]) -> list[BlockStore]:
+def split(
+    train_state: TrainState, flat: FlatTensors, hands: Iterable[list[int]]
+) -> list[BlockStore]:
     return [
-        BlockStore(whom, flat, {n: BlockState(flat.block(n), {}) for n in hand}, ticks=0)
+        BlockStore(train_state, flat, {n: BlockState(flat.block(n), {}) for n in hand}, ticks=0)
         for hand in hands
     ]
 
@@ -88,27 +90,29 @@ def test_spans_have_all_blocks_in_order_and_respect_the_limit(
 # Training ---------------------------------------------------------------------------------------
 
 
-def plain_step(whom: TrainState, gradient: FlatTensors, *, lr_scale: float, tick: bool) -> None:
+def plain_step(
+    train_state: TrainState, gradient: FlatTensors, *, lr_scale: float, tick: bool
+) -> None:
     """What a person's own loop does."""
-    for name, parameter in pieces_of(whom.model, whom.optimizer).items():
+    for name, parameter in pieces_of(train_state.model, train_state.optimizer).items():
         parameter.grad = gradient.piece(name).view_as(parameter).clone()
-    rates = [group["lr"] for group in whom.optimizer.param_groups]
-    for group in whom.optimizer.param_groups:
+    rates = [group["lr"] for group in train_state.optimizer.param_groups]
+    for group in train_state.optimizer.param_groups:
         group["lr"] *= lr_scale
-    whom.optimizer.step()
-    for group, rate in zip(whom.optimizer.param_groups, rates, strict=True):
+    train_state.optimizer.step()
+    for group, rate in zip(train_state.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     if tick:
-        assert whom.scheduler is not None
-        whom.scheduler.step()
+        assert train_state.scheduler is not None
+        train_state.scheduler.step()
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_model_in_blocks_trains_like_the_whole_model(name: str) -> None:
-    whom, plain = train_state(name), train_state(name)
-    layout = layout_for(whom)
-    flat = filled(FlatTensors.private(layout), whom)
-    block_stores = split(whom, flat, dealt(len(layout.blocks), 3, seed=1))
+    train_state, plain = make_train_state(name), make_train_state(name)
+    layout = layout_for(train_state)
+    flat = filled(FlatTensors.private(layout), train_state)
+    block_stores = split(train_state, flat, dealt(len(layout.blocks), 3, seed=1))
     generator = torch.Generator().manual_seed(7)
     ticks = 0
     for step in range(6):
@@ -127,11 +131,11 @@ def test_a_model_in_blocks_trains_like_the_whole_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_results_do_not_depend_on_which_store_has_which_block(name: str) -> None:
-    whom = train_state(name)
-    layout = layout_for(whom)
-    flats = [filled(FlatTensors.private(layout), whom) for _ in range(2)]
-    whole = everything(whom, flats[0])
-    parts = split(whom, flats[1], dealt(len(layout.blocks), 4, seed=2))
+    train_state = make_train_state(name)
+    layout = layout_for(train_state)
+    flats = [filled(FlatTensors.private(layout), train_state) for _ in range(2)]
+    whole = whole_store(train_state, flats[0])
+    parts = split(train_state, flats[1], dealt(len(layout.blocks), 4, seed=2))
     generator = torch.Generator().manual_seed(3)
     for step in range(1, 5):
         gradient = noise(layout, generator)
@@ -144,20 +148,20 @@ def test_results_do_not_depend_on_which_store_has_which_block(name: str) -> None
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_block_trains_on_unchanged_after_a_move_to_another_store(name: str) -> None:
-    whom = train_state(name)
-    layout = layout_for(whom)
+    train_state = make_train_state(name)
+    layout = layout_for(train_state)
     generator = torch.Generator().manual_seed(5)
     first = [noise(layout, generator) for _ in range(3)]
     then = [noise(layout, generator) for _ in range(3)]
-    whole = everything(whom, filled(FlatTensors.private(layout), whom))
+    whole = whole_store(train_state, filled(FlatTensors.private(layout), train_state))
     for ticks, gradient in enumerate(first, start=1):
         whole.apply(gradient, lr_scale=1.0, ticks=ticks)
-        assert whom.scheduler is not None
-        whom.scheduler.step()  # whoever builds the new holdings is as far with the schedule
+        assert train_state.scheduler is not None
+        train_state.scheduler.step()  # whoever builds the new holdings is as far with the schedule
     moved = []
     for hand in dealt(len(layout.blocks), 3, seed=9):
-        materials = {number: copy.deepcopy(whole.take(number)) for number in hand}
-        moved.append(BlockStore(whom, FlatTensors.private(layout), materials, ticks=3))
+        states = {number: copy.deepcopy(whole.take(number)) for number in hand}
+        moved.append(BlockStore(train_state, FlatTensors.private(layout), states, ticks=3))
     for ticks, gradient in enumerate(then, start=4):
         for block_store in (whole, *moved):
             block_store.apply(gradient, lr_scale=0.7, ticks=ticks)
@@ -169,14 +173,14 @@ def test_a_block_trains_on_unchanged_after_a_move_to_another_store(name: str) ->
 
 
 def test_a_store_copies_the_state_that_it_is_made_from() -> None:
-    whom = train_state("adam")
-    layout = layout_for(whom)
-    old = everything(whom, filled(FlatTensors.private(layout), whom))
+    train_state = make_train_state("adam")
+    layout = layout_for(train_state)
+    old = whole_store(train_state, filled(FlatTensors.private(layout), train_state))
     generator = torch.Generator().manual_seed(1)
     old.apply(noise(layout, generator), lr_scale=1.0, ticks=1)
-    materials = {number: old.take(number) for number in old.numbers}
-    before = copy.deepcopy(materials)
-    new = BlockStore(whom, FlatTensors.private(layout), materials, ticks=1)
+    states = {number: old.take(number) for number in old.numbers}
+    before = copy.deepcopy(states)
+    new = BlockStore(train_state, FlatTensors.private(layout), states, ticks=1)
     new.apply(noise(layout, generator), lr_scale=1.0, ticks=2)
     for number in old.numbers:
         assert_same(old.take(number), before[number], "the old one stays as it was")
@@ -184,8 +188,8 @@ def test_a_store_copies_the_state_that_it_is_made_from() -> None:
 
 def test_a_store_without_blocks_follows_the_schedule_without_a_warning() -> None:
     """A server may have no block at all: fewer blocks than servers."""
-    whom = train_state("sgd")
-    block_store = BlockStore(whom, FlatTensors.private(layout_for(whom)), {}, ticks=0)
+    train_state = make_train_state("sgd")
+    block_store = BlockStore(train_state, FlatTensors.private(layout_for(train_state)), {}, ticks=0)
     for ticks in (1, 2):
         block_store.apply(FlatTensors.private(block_store.layout), lr_scale=0.5, ticks=ticks)
     assert block_store.spans == []
@@ -195,20 +199,23 @@ def test_a_store_without_blocks_follows_the_schedule_without_a_warning() -> None
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_optimizer_state_of_a_checkpoint_is_loaded_into_blocks(name: str) -> None:
     """Training that stopped with whole parameters continues in blocks."""
-    whom, plain = train_state(name, scheduled=False), train_state(name, scheduled=False)
-    layout = layout_for(whom)
+    train_state, plain = (
+        make_train_state(name, scheduled=False),
+        make_train_state(name, scheduled=False),
+    )
+    layout = layout_for(train_state)
     generator = torch.Generator().manual_seed(2)
     first, second = noise(layout, generator), noise(layout, generator)
-    for each in (whom, plain):
+    for each in (train_state, plain):
         plain_step(each, first, lr_scale=1.0, tick=False)
-    pieces = pieces_of(whom.model, whom.optimizer)
-    states = {piece: whom.optimizer.state.get(p, {}) for piece, p in pieces.items()}
-    flat = filled(FlatTensors.private(layout), whom)
-    materials = {
+    pieces = pieces_of(train_state.model, train_state.optimizer)
+    states = {piece: train_state.optimizer.state.get(p, {}) for piece, p in pieces.items()}
+    flat = filled(FlatTensors.private(layout), train_state)
+    states = {
         b.number: BlockState(flat.block(b.number), block_state(layout, b, states))
         for b in layout.blocks
     }
-    BlockStore(whom, flat, materials, ticks=0).apply(second, lr_scale=1.0, ticks=0)
+    BlockStore(train_state, flat, states, ticks=0).apply(second, lr_scale=1.0, ticks=0)
     plain_step(plain, second, lr_scale=1.0, tick=False)
     for piece, parameter in pieces_of(plain.model, plain.optimizer).items():
         wanted = parameter.detach().reshape(-1)
@@ -220,15 +227,15 @@ def test_blocks_without_state_do_not_affect_their_neighbours(unused: int) -> Non
     """A parameter that no gradient has reached has no state in a checkpoint."""
     model = nn.ParameterList([nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    whom = TrainState(model, optimizer, loss=lambda model, batch: batch)
-    layout = layout_for(whom, block_bytes=256)
+    train_state = TrainState(model, optimizer, loss=lambda model, batch: batch)
+    layout = layout_for(train_state, block_bytes=256)
     assert [len(span.blocks) for span in spans_of(layout, range(2))] == [2]
-    flat = filled(FlatTensors.private(layout), whom)
+    flat = filled(FlatTensors.private(layout), train_state)
     used = 1 - unused
     states: list[dict[str, torch.Tensor]] = [{}, {}]
     states[used] = {"momentum_buffer": torch.full((64,), 3.0)}
-    materials = {n: BlockState(flat.block(n), states[n]) for n in (0, 1)}
-    block_store = BlockStore(whom, flat, materials, ticks=0)
+    states = {n: BlockState(flat.block(n), states[n]) for n in (0, 1)}
+    block_store = BlockStore(train_state, flat, states, ticks=0)
     assert torch.equal(block_store.take(used).state["momentum_buffer"], torch.full((64,), 3.0))
     block_store.apply(FlatTensors.private(layout), lr_scale=1.0, ticks=0)
     torch.testing.assert_close(flat.block(used), torch.full((64,), 1 - 0.1 * 0.9 * 3.0))

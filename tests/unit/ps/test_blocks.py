@@ -91,7 +91,7 @@ REAL = {
 }
 
 
-def new_homes(new: Placement, old: Placement) -> dict[int, str]:
+def new_servers(new: Placement, old: Placement) -> dict[int, str]:
     """The shards that have another server than before, and which."""
     numbers = range(len(new.layout.shards))
     return {n: new.holders(n)[0] for n in numbers if new.holders(n)[0] != old.holders(n)[0]}
@@ -100,7 +100,9 @@ def new_homes(new: Placement, old: Placement) -> dict[int, str]:
 def moved(new: Placement, old: Placement) -> int:
     """Bytes that must travel for servers to have their shards: none where a replica is promoted."""
     sizes = new.layout.shard_bytes
-    return sum(sizes[n] for n, home in new_homes(new, old).items() if home not in old.holders(n))
+    return sum(
+        sizes[n] for n, server in new_servers(new, old).items() if server not in old.holders(n)
+    )
 
 
 def even(layout: BlockLayout, servers: list[str] | tuple[str, ...]) -> float:
@@ -262,7 +264,7 @@ def test_few_bytes_move_when_servers_join_or_leave(name: str, count: int) -> Non
 
     more = place(layout, (*servers, "new"), previous=before, replicas=0)
     assert more.imbalance <= TOLERANCE
-    assert set(new_homes(more, before).values()) == {"new"}
+    assert set(new_servers(more, before).values()) == {"new"}
     assert moved(more, before) <= even(layout, more.servers) + block
 
     fewer = place(layout, servers[1:], previous=before, replicas=0)
@@ -282,11 +284,11 @@ def test_a_death_promotes_replicas(name: str, count: int, hosts: int) -> None:
     before = place(layout, servers, hosts=where)
     assert before.imbalance <= TOLERANCE
     for number, server in enumerate(servers):
-        keepers = {before.replica_of(block) for block in before.blocks_of(server)}
-        assert keepers == {servers[(number + 1) % count]}
+        holders = {before.replica_of(block) for block in before.blocks_of(server)}
+        assert holders == {servers[(number + 1) % count]}
     after = place(layout, servers[1:], previous=before, hosts=where)
     assert after.imbalance <= TOLERANCE
-    # Without replicas the dead server's whole share would have to travel; now what is over the keeper's.
+    # Without replicas the dead server's whole share would have to travel; now what is over the holder's.
     assert moved(after, before) <= before.bytes_of("s0")
     assert (after.seconds is None) == (count == 2)
 

@@ -165,9 +165,9 @@ def test_spans_of_an_incomplete_push_are_sent_again(tmp_path: Path) -> None:
         assert at.server.server_state.ledger.counts == {GOOD: 2}
 
 
-@pytest.mark.parametrize("lanes_before_the_failure", [None, 0, 1])
+@pytest.mark.parametrize("links_before_the_failure", [None, 0, 1])
 def test_links_are_closed_if_connecting_fails_half_way(
-    lanes_before_the_failure: int | None,
+    links_before_the_failure: int | None,
 ) -> None:
     closed: list[int] = []
 
@@ -178,7 +178,7 @@ def test_links_are_closed_if_connecting_fails_half_way(
             self.number = number
 
         def send(self, message: object, payload: object = None) -> None:
-            if lanes_before_the_failure is None or self.number >= lanes_before_the_failure:
+            if links_before_the_failure is None or self.number >= links_before_the_failure:
                 raise LinkError("the peer closed the link")
 
         def __enter__(self) -> HalfLink:
@@ -196,8 +196,8 @@ def test_links_are_closed_if_connecting_fails_half_way(
     client = cast(Any, server._client)
     client.node = SimpleNamespace(dial=dial)
     client.enter = SimpleNamespace(sender="worker-0", view=1)
-    for_lanes = lanes_before_the_failure is not None
-    connecting = partial(server._open_lanes, 2) if for_lanes else server.connect
+    for_data_links = links_before_the_failure is not None
+    connecting = partial(server._open_data_links, 2) if for_data_links else server.connect
     with pytest.raises(LinkError):
         connecting()
     assert sorted(closed) == [each.number for each in dialed]

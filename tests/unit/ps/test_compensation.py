@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from server_states import everything, filled, layout_for, noise, train_state
+from server_states import filled, layout_for, make_train_state, noise, whole_store
 
 from manyhands.ps.block_store import BlockState, BlockStore, FlatTensors
 from manyhands.ps.compensation import Compensation
@@ -14,10 +14,10 @@ from manyhands.ps.compensation import Compensation
 @pytest.fixture
 def params() -> BlockStore:
     """Every second block of a model."""
-    whom = train_state("sgd")
-    flat = filled(FlatTensors.private(layout_for(whom)), whom)
+    train_state = make_train_state("sgd")
+    flat = filled(FlatTensors.private(layout_for(train_state)), train_state)
     materials = {n: BlockState(flat.block(n), {}) for n in range(0, len(flat.layout.blocks), 2)}
-    return BlockStore(whom, flat, materials, ticks=0)
+    return BlockStore(train_state, flat, materials, ticks=0)
 
 
 def test_a_gradient_is_corrected_by_what_the_weights_have_moved_since(params: BlockStore) -> None:
@@ -59,8 +59,10 @@ def test_each_worker_is_compared_with_its_own_last_weights(params: BlockStore) -
 
 
 def test_gradients_of_unknown_workers_are_not_corrected() -> None:
-    whom = train_state("sgd")
-    block_store = everything(whom, filled(FlatTensors.private(layout_for(whom)), whom))
+    train_state = make_train_state("sgd")
+    block_store = whole_store(
+        train_state, filled(FlatTensors.private(layout_for(train_state)), train_state)
+    )
     gradient = noise(block_store.layout, torch.Generator().manual_seed(2))
     before = gradient.buffers[0].clone()
     Compensation(1.0).correct("nobody", gradient, block_store)

@@ -40,102 +40,102 @@ def push(
 
 
 def test_a_push_counts_once_every_server_has_it() -> None:
-    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=SERVERS, by_part=True)
+    decider = Decider(AsyncPolicy(["w0"]), Ledger(), servers=SERVERS, by_part=True)
     for server in ("s2", "s2", "s0"):
-        lead.received(server, push("w0", 1), began=0, after=0)
-        assert lead.decisions() == []
-    lead.received("s1", push("w0", 1), began=0, after=0)
-    (decision,) = lead.decisions()
+        decider.received(server, push("w0", 1), began=0, after=0)
+        assert decider.decisions() == []
+    decider.received("s1", push("w0", 1), began=0, after=0)
+    (decision,) = decider.decisions()
     assert [g.seq for g in decision.contributions] == [1]
     assert decision.progress == (1, 2)
 
 
 def test_reordered_pushes_of_a_worker_count_in_its_order() -> None:
-    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
-    lead.received("s0", push("w0", 2), began=0, after=1)
-    assert lead.decisions() == []
-    lead.received("s0", push("w0", 1), began=0, after=0)
-    assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
+    decider = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    decider.received("s0", push("w0", 2), began=0, after=1)
+    assert decider.decisions() == []
+    decider.received("s0", push("w0", 1), began=0, after=0)
+    assert [d.contributions[0].seq for d in decider.decisions()] == [1, 2]
 
 
 def test_duplicates_change_nothing_and_leave_no_state() -> None:
-    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    decider = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
     for seq in (1, 2, 1, 2, 1):
-        lead.received("s0", push("w0", seq), began=0, after=seq - 1)
-    assert [d.contributions[0].seq for d in lead.decisions()] == [1, 2]
-    assert not lead._received
-    assert not lead._complete["w0"]
+        decider.received("s0", push("w0", seq), began=0, after=seq - 1)
+    assert [d.contributions[0].seq for d in decider.decisions()] == [1, 2]
+    assert not decider._received
+    assert not decider._complete["w0"]
 
 
 def test_numbers_continue_after_those_of_the_ledger() -> None:
     ledger = Ledger(version=7, progress=Fraction(5, 2))
-    lead = Decider(SyncPolicy(["w0"]), ledger, servers=["s0"])
-    lead.received("s0", push("w0", 1), began=7, after=0)
-    (decision,) = lead.decisions()
+    decider = Decider(SyncPolicy(["w0"]), ledger, servers=["s0"])
+    decider.received("s0", push("w0", 1), began=7, after=0)
+    (decision,) = decider.decisions()
     assert (decision.version, decision.progress, decision.ticks) == (8, (3, 1), 3)
     assert decision.contributions[0].staleness == 0
 
 
 def test_the_learning_rate_of_a_part_is_its_share_and_falls_with_staleness() -> None:
-    lead = Decider(
+    decider = Decider(
         AsyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"], lr_rule="inverse", by_part=True
     )
-    lead.received("s0", push("w0", 1, share=(1, 4)), began=0, after=0)
-    lead.received("s0", push("w1", 1, share=(3, 4)), began=0, after=0)
-    assert [d.lr_scale for d in lead.decisions()] == [0.25, 0.75 / 2]
+    decider.received("s0", push("w0", 1, share=(1, 4)), began=0, after=0)
+    decider.received("s0", push("w1", 1, share=(3, 4)), began=0, after=0)
+    assert [d.lr_scale for d in decider.decisions()] == [0.25, 0.75 / 2]
 
 
 def test_the_factor_of_a_step_is_in_its_decision() -> None:
-    lead = Decider(SyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"])
+    decider = Decider(SyncPolicy(["w0", "w1"]), Ledger(), servers=["s0"])
     for worker in ("w0", "w1"):
         told = replace(push(worker, 1), lr_factor=1.5, ticks=3)
-        lead.received("s0", told, began=0, after=0)
-    (decision,) = lead.decisions()
+        decider.received("s0", told, began=0, after=0)
+    (decision,) = decider.decisions()
     assert (decision.lr_scale, decision.ticks) == (1.5, 3)
-    lead = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
-    lead.received("s0", replace(push("w0", 1, share=(1, 4)), lr_factor=0.5), began=0, after=0)
-    assert [d.lr_scale for d in lead.decisions()] == [0.125]
+    decider = Decider(AsyncPolicy(["w0"]), Ledger(), servers=["s0"], by_part=True)
+    decider.received("s0", replace(push("w0", 1, share=(1, 4)), lr_factor=0.5), began=0, after=0)
+    assert [d.lr_scale for d in decider.decisions()] == [0.125]
 
 
 def test_a_resting_worker_is_not_waited_for_and_keeps_its_rank() -> None:
-    lead = Decider(SyncPolicy(["w0", "w1", "w2"]), Ledger(), servers=["s0"])
-    lead.rest("w0")
-    lead.rest("w0")
+    decider = Decider(SyncPolicy(["w0", "w1", "w2"]), Ledger(), servers=["s0"])
+    decider.rest("w0")
+    decider.rest("w0")
     for worker in ("w2", "w1"):
-        lead.received("s0", push(worker, 1), began=0, after=0)
-    assert [[g.worker for g in d.contributions] for d in lead.decisions()] == [["w1", "w2"]]
-    lead.wake("w0")
-    lead.wake("w0")
-    assert (lead.permit("w0").at, lead.permit("w0").until) == (2, 2)
+        decider.received("s0", push(worker, 1), began=0, after=0)
+    assert [[g.worker for g in d.contributions] for d in decider.decisions()] == [["w1", "w2"]]
+    decider.wake("w0")
+    decider.wake("w0")
+    assert (decider.permit("w0").at, decider.permit("w0").until) == (2, 2)
     for worker in ("w2", "w1", "w0"):
-        lead.received("s0", push(worker, 2), began=1, after=0 if worker == "w0" else 1)
-    (decision,) = lead.decisions()
+        decider.received("s0", push(worker, 2), began=1, after=0 if worker == "w0" else 1)
+    (decision,) = decider.decisions()
     assert [g.worker for g in decision.contributions] == ["w0", "w1", "w2"], "added in rank order"
 
 
 def test_a_late_push_is_reported_once_or_waits_for_the_next_round() -> None:
     def after_a_round(late: Any) -> Decider:
         policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late=late)
-        lead = Decider(policy, Ledger(), servers=["s0"])
+        decider = Decider(policy, Ledger(), servers=["s0"])
         for worker in ("w0", "w1"):
-            lead.received("s0", push(worker, 1), began=0, after=0)
-        assert len(lead.decisions()) == 1
-        lead.received("s0", push("w2", 1, scale=0.5), began=0, after=0)
-        return lead
+            decider.received("s0", push(worker, 1), began=0, after=0)
+        assert len(decider.decisions()) == 1
+        decider.received("s0", push("w2", 1, scale=0.5), began=0, after=0)
+        return decider
 
-    lead = after_a_round("drop")
-    assert lead.decisions() == []
-    assert [(g.worker, g.seq) for g in lead.late()] == [("w2", 1)]
-    assert lead.late() == lead.stragglers() == []
-    assert lead.permit("w2").at == 2
+    decider = after_a_round("drop")
+    assert decider.decisions() == []
+    assert [(g.worker, g.seq) for g in decider.late()] == [("w2", 1)]
+    assert decider.late() == decider.stragglers() == []
+    assert decider.permit("w2").at == 2
 
-    lead = after_a_round("decay")
-    assert lead.decisions() == lead.late() == []
-    assert lead.stragglers() == ["w2"]
-    assert lead.stragglers() == []
+    decider = after_a_round("decay")
+    assert decider.decisions() == decider.late() == []
+    assert decider.stragglers() == ["w2"]
+    assert decider.stragglers() == []
     for worker in ("w0", "w1"):
-        lead.received("s0", push(worker, 2), began=1, after=1)
-    (decision,) = lead.decisions()
+        decider.received("s0", push(worker, 2), began=1, after=1)
+    (decision,) = decider.decisions()
     assert [(g.worker, g.seq, g.scale) for g in decision.contributions] == [
         ("w0", 2, 1.0), ("w1", 2, 1.0), ("w2", 1, 0.25),
     ]  # fmt: skip
@@ -143,15 +143,15 @@ def test_a_late_push_is_reported_once_or_waits_for_the_next_round() -> None:
 
 def test_waiting_pushes_are_applied_at_the_end_of_the_data() -> None:
     policy = BackupPolicy(["w0", "w1", "w2"], spares=1, late="decay")
-    lead = Decider(policy, Ledger(), servers=["s0"])
+    decider = Decider(policy, Ledger(), servers=["s0"])
     for worker in ("w0", "w1", "w2"):
-        lead.received("s0", push(worker, 1), began=0, after=0)
-        lead.decisions()
-    lead.rest("w0")
-    lead.rest("w1")
-    assert lead.decisions() == [], "w2 may still give something to the open round"
-    lead.end_pushes("w2")
-    (decision,) = lead.decisions()
+        decider.received("s0", push(worker, 1), began=0, after=0)
+        decider.decisions()
+    decider.rest("w0")
+    decider.rest("w1")
+    assert decider.decisions() == [], "w2 may still give something to the open round"
+    decider.end_pushes("w2")
+    (decision,) = decider.decisions()
     assert [(g.worker, g.seq) for g in decision.contributions] == [("w2", 1)]
 
 
@@ -159,7 +159,7 @@ def test_waiting_pushes_are_applied_at_the_end_of_the_data() -> None:
 
 
 class DelayedMessages:
-    """Simulation of workers that push parts of batches to servers, with delayed messages and one leader.
+    """Simulation of workers that push parts of batches to servers, with delayed messages and one decider.
 
     A worker behaves like its client: it does one step after the other as it is permitted, has two gradient
     buffers, waits for each step in rounds, and rests when all its pushes are resolved.
@@ -171,7 +171,9 @@ class DelayedMessages:
         self.servers, self.workers = SERVERS[:servers], policy.workers
         self.by_part, self.rule = by_part, rule
         self.batches = batches
-        self.lead = Decider(policy, Ledger(), servers=self.servers, lr_rule=rule, by_part=by_part)
+        self.decider = Decider(
+            policy, Ledger(), servers=self.servers, lr_rule=rule, by_part=by_part
+        )
         self.slots = (
             1 if isinstance(policy, SyncPolicy) and not isinstance(policy, BackupPolicy) else 2
         )
@@ -201,19 +203,19 @@ class DelayedMessages:
             return False
         if worker in self.resting:
             return True
-        until = self.lead.permit(worker).until
+        until = self.decider.permit(worker).until
         return until is None or self.next_of(worker) <= until
 
     def next_of(self, worker: str) -> int:
         if self.by_part:
             return max(self.last[worker], self.resumed[worker]) + 1
-        return self.lead.permit(worker).at
+        return self.decider.permit(worker).at
 
     def push(self, worker: str) -> None:
         if worker in self.resting:
             self.resting.discard(worker)
-            self.lead.wake(worker)
-            self.resumed[worker] = self.lead.permit(worker).at - 1
+            self.decider.wake(worker)
+            self.resumed[worker] = self.decider.permit(worker).at - 1
             return
         seq, (step, part) = self.next_of(worker), self.parts.pop(0)
         share = (part + 1, self.num_parts * (self.num_parts + 1) // 2)
@@ -231,12 +233,12 @@ class DelayedMessages:
         server, given, began, after = said
         self.said.append(said)
         self.missing[given.worker, given.seq].discard(server)
-        self.lead.received(server, given, began=began, after=after)
+        self.decider.received(server, given, began=began, after=after)
         self.look()
 
     def send_again(self, number: int) -> None:
         server, given, began, after = self.said[number]
-        self.lead.received(server, given, began=began, after=after)
+        self.decider.received(server, given, began=began, after=after)
         self.look()
 
     def may_rest(self, worker: str) -> bool:
@@ -244,7 +246,7 @@ class DelayedMessages:
 
     def rest(self, worker: str) -> None:
         self.resting.add(worker)
-        self.lead.rest(worker)
+        self.decider.rest(worker)
         self.look()
 
     def may_end(self, worker: str) -> bool:
@@ -252,7 +254,7 @@ class DelayedMessages:
         return bool(mine) and (self.by_part or worker in self.released)
 
     def end(self, worker: str) -> None:
-        self.lead.end_pushes(worker)
+        self.decider.end_pushes(worker)
         self.look()
 
     def moves(self) -> list[tuple[Callable[[Any], None], Any]]:
@@ -267,7 +269,7 @@ class DelayedMessages:
     # Invariants.
 
     def look(self) -> None:
-        for decision in self.lead.decisions():
+        for decision in self.decider.decisions():
             self.decided.append(decision)
             assert decision.version == len(self.decided), "versions have no gaps"
             assert decision.contributions
@@ -277,10 +279,10 @@ class DelayedMessages:
                 self.resolve(each, "decided")
                 assert each.staleness == decision.version - 1 - self.began[each.worker, each.seq]
             self.check_rate(decision)
-        for each in self.lead.late():
+        for each in self.decider.late():
             self.resolve(each, "late")
             self.parts.insert(0, (each.step, each.part))
-        self.released |= set(self.lead.stragglers())
+        self.released |= set(self.decider.stragglers())
 
     def resolve(self, given: Contribution, fate: str) -> None:
         key = given.worker, given.seq
@@ -323,8 +325,8 @@ class DelayedMessages:
         assert not any(self.under_way.values()), "a push was forgotten"
         assert Fraction(*self.decided[-1].progress) == self.batches
         assert self.decided[-1].ticks == self.batches
-        assert not self.lead.policy._waiting
-        assert not self.lead._received
+        assert not self.decider.policy._waiting
+        assert not self.decider._received
 
 
 POLICIES: dict[str, Callable[[st.DataObject, list[str]], Policy]] = {

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from server_states import EVERY_KIND, filled, layout_for, noise, train_state
+from server_states import EVERY_KIND, filled, layout_for, make_train_state, noise
 from torch import nn
 
 from manyhands.ps.block_store import FlatTensors, bytes_of
@@ -141,14 +141,14 @@ def test_scalar_and_empty_parameters() -> None:
 
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_optimizer_state_of_parameters_maps_to_blocks_and_back(name: str) -> None:
-    whom = train_state(name)
-    layout = layout_for(whom)
-    pieces = pieces_of(whom.model, whom.optimizer)
+    train_state = make_train_state(name)
+    layout = layout_for(train_state)
+    pieces = pieces_of(train_state.model, train_state.optimizer)
     gradient = noise(layout, torch.Generator().manual_seed(1))
     for piece, parameter in pieces.items():
         parameter.grad = gradient.piece(piece).view_as(parameter)
-    whom.optimizer.step()
-    states = {piece: whom.optimizer.state[p] for piece, p in pieces.items()}
+    train_state.optimizer.step()
+    states = {piece: train_state.optimizer.state[p] for piece, p in pieces.items()}
     blocks = {b.number: block_state(layout, b, states) for b in layout.blocks}
     for block in layout.blocks:
         for value in blocks[block.number].values():
@@ -163,8 +163,8 @@ def test_optimizer_state_of_parameters_maps_to_blocks_and_back(name: str) -> Non
 
 
 def test_there_is_no_optimizer_state_before_the_first_step() -> None:
-    whom = train_state("adam")
-    layout = layout_for(whom)
-    filled(FlatTensors.private(layout), whom)
+    train_state = make_train_state("adam")
+    layout = layout_for(train_state)
+    filled(FlatTensors.private(layout), train_state)
     assert all(block_state(layout, block, {}) == {} for block in layout.blocks)
     assert piece_state(layout, layout.pieces[0].name, (11, 9), {}) == {}

@@ -100,7 +100,7 @@ def memory_of_a_dead_process() -> str:
 def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
     what: str, tmp_path: Path
 ) -> None:
-    """worker-0 leads, has posted the address of its memory, and is killed before worker-1 attaches it."""
+    """The leader has posted the address of its memory, and is killed before worker-1 attaches it."""
     model, gone = with_table(), memory_of_a_dead_process()
     train_state = TrainState(
         model,
@@ -108,12 +108,12 @@ def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
         loss=lambda model, batch: model(batch).sum(),
         tables=LocalTables.of(model, seed=1),
     )
-    lead = FlatTensors.shared(
+    leader = FlatTensors.shared(
         layout_of(train_state.model, train_state.optimizer), label="test-parameters"
     )
-    assert lead.segment is not None
+    assert leader.segment is not None
     posted = {
-        "params": gone if what == "params" else lead.segment.address,
+        "params": gone if what == "params" else leader.segment.address,
         "tables": json.dumps(dict.fromkeys(train_state.tables.specs, gone)),
         "rounds": gone,
     }
@@ -134,7 +134,7 @@ def test_attaching_memory_of_a_dead_member_waits_for_the_next_view(
     with pytest.raises(ViewChanging, match="gone"), me.view_change_on_lost_peer():
         node.enter(view)
     coming.join()
-    lead.close()
+    leader.close()
     assert not board.sent, "no new view was requested"
 
 

@@ -73,8 +73,8 @@ class SimulatedServer:
         target = plan.ledger.version
         if self.held.view != plan.standing:
             self.held = Held()
-        for keeper, owner in plan.stale:
-            if keeper == self.name:
+        for holder, owner in plan.stale:
+            if holder == self.name:
                 self.held.replicas.pop(owner, None)
         assert all(version <= target for version in self.held.replicas.values())
         assert self.version <= target
@@ -303,30 +303,30 @@ def test_new_servers_start_fresh_if_nothing_was_trained() -> None:
 
 
 def test_a_replica_behind_its_living_server_is_sent_again(group: SimulatedGroup) -> None:
-    keeper, owner = next((s, o) for s in group.sites for o in s.held.replicas)
+    holder, owner = next((s, o) for s in group.sites for o in s.held.replicas)
     for site in group.sites:
         site.version = 5
         site.held.replicas = dict.fromkeys(site.held.replicas, 5)
-    keeper.held.replicas[owner] = 4
+    holder.held.replicas[owner] = 4
     plan = plan_of(group)
-    assert plan.stale == ((keeper.name, owner),)
+    assert plan.stale == ((holder.name, owner),)
     assert plan.moves
-    assert {(m.source, m.target, m.role) for m in plan.moves} == {(owner, keeper.name, "replica")}
+    assert {(m.source, m.target, m.role) for m in plan.moves} == {(owner, holder.name, "replica")}
 
 
 def test_a_replica_discarded_for_a_view_that_never_began_is_not_used(
     group: SimulatedGroup,
 ) -> None:
-    keeper, owner = next((s, o) for s in group.sites for o in s.held.replicas)
+    holder, owner = next((s, o) for s in group.sites for o in s.held.replicas)
     for site in group.sites:
         site.version = 5
         site.held.replicas = dict.fromkeys(site.held.replicas, 5)
-    keeper.held.replicas[owner] = 4
-    group.settle()  # the keeper discards the stale replica; no server receives Go
-    assert owner not in keeper.held.replicas
+    holder.held.replicas[owner] = 4
+    group.settle()  # the holder discards the stale replica; no server receives Go
+    assert owner not in holder.held.replicas
     plan = plan_of(group)
     moved = {(m.source, m.target, m.role) for m in plan.moves}
-    assert (owner, keeper.name, "replica") in moved, "it is sent anew"
+    assert (owner, holder.name, "replica") in moved, "it is sent anew"
     group.sites = [site for site in group.sites if site.name != owner]
     with pytest.raises(ManyhandsError, match=f"was on {owner}"):
         plan_of(group)
@@ -335,9 +335,9 @@ def test_a_replica_discarded_for_a_view_that_never_began_is_not_used(
 def test_a_view_is_valid_if_any_server_has_received_go(group: SimulatedGroup) -> None:
     group.join()
     group.settle()
-    lead, heard, *others = group.sites
+    leader, heard, *others = group.sites
     heard.held, heard.coming = heard.coming or Held(), None
-    group.sites.remove(lead)
+    group.sites.remove(leader)
     assert [site.held.view for site in group.sites] == [2, 1, 0]
     assert plan_of(group).standing == 2
     group.settle()

@@ -36,7 +36,7 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_retried(tries: int, tmp_
     group.settle()
     group.go()
     rounds = RoundTable.create(group.workers, [first.name, second.name])
-    bells = {name: Doorbell(tmp_path, name) for name in (*group.workers, *rounds.servers)}
+    doorbells = {name: Doorbell(tmp_path, name) for name in (*group.workers, *rounds.servers)}
     servings = {}
     mode = PsMode(SyncPolicy, rounds=True, slots=1, for_all=True, clip_norm=CLIP_NORM)
     for server_state in (first, second):
@@ -47,15 +47,21 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_retried(tries: int, tmp_
         server_state.rows.grads = {worker: [ReceivedGrads()] for worker in group.workers}
         assert server_state.held.placement is not None
         servings[server_state.name] = RoundServer(
-            *(rounds, bells[server_state.name], server_state, mode, server_state.held.placement),
+            *(
+                rounds,
+                doorbells[server_state.name],
+                server_state,
+                mode,
+                server_state.held.placement,
+            ),
             lock=threading.RLock(),
         )
     for worker in group.workers:
         group.slots[worker][0].copy_(noise(group.layout, group.generator))
-        turns = RoundWorker(
-            worker, rounds, bells[worker], server=None, check=lambda: None, timeout_s=10.0
+        member = RoundWorker(
+            worker, rounds, doorbells[worker], server=None, check=lambda: None, timeout_s=10.0
         )
-        turns.push(Contribution(worker, 1, 0, EVICT_EVERY, 0, 8.0, 24.0, (8, 24)))
+        member.push(Contribution(worker, 1, 0, EVICT_EVERY, 0, 8.0, 24.0, (8, 24)))
     try:
         assert not servings[second.name].carry(1)  # its part of the norm is there
         for _ in range(tries):
@@ -66,7 +72,7 @@ def test_a_sum_is_clipped_once_however_often_a_round_is_retried(tries: int, tmp_
         assert math.sqrt(sum(made)) == pytest.approx(CLIP_NORM, rel=1e-4)
         assert first.ledger.decisions[0] == second.ledger.decisions[0]
     finally:
-        for each in (rounds, *bells.values()):
+        for each in (rounds, *doorbells.values()):
             each.close()
         group.close()
 
@@ -80,10 +86,12 @@ def test_a_server_that_has_stopped_frees_the_table_without_the_cyclic_collector(
     group.settle()
     group.go()
     rounds = RoundTable.create(group.workers, [state.name])
-    bell = Doorbell(tmp_path, state.name)
+    doorbell = Doorbell(tmp_path, state.name)
     mode = PsMode(SyncPolicy, rounds=True, slots=1, for_all=True)
     assert state.held.placement is not None
-    server = RoundServer(*(rounds, bell, state, mode, state.held.placement), lock=threading.RLock())
+    server = RoundServer(
+        *(rounds, doorbell, state, mode, state.held.placement), lock=threading.RLock()
+    )
     table = weakref.ref(rounds)
     gc.disable()
     try:
@@ -93,7 +101,7 @@ def test_a_server_that_has_stopped_frees_the_table_without_the_cyclic_collector(
         assert table() is None
     finally:
         gc.enable()
-        bell.close()
+        doorbell.close()
         group.close()
 
 
@@ -106,8 +114,8 @@ LONG_S = 60.0
 class AddingServer:
     """Adds up one number of each worker, and fails if it reads one of another round."""
 
-    def __init__(self, table: RoundTable, bell: Doorbell, numbers: memoryview, me: int) -> None:
-        self._table, self._bell, self._numbers, self._me = table, bell, numbers, me
+    def __init__(self, table: RoundTable, doorbell: Doorbell, numbers: memoryview, me: int) -> None:
+        self._table, self._doorbell, self._numbers, self._me = table, doorbell, numbers, me
         self.done = 0
 
     def carry(self, number: int) -> bool:
@@ -124,7 +132,7 @@ class AddingServer:
         self._numbers[NUM_MEMBERS + self._me] = number * NUM_MEMBERS
         self.done = number
         if table.announce(table.applied, self._me, number):
-            self._bell.ring(name for name in table.workers if name != self._bell.name)
+            self._doorbell.ring(name for name in table.workers if name != self._doorbell.name)
         return True
 
 
@@ -134,15 +142,15 @@ def run_member(me: int, rounds: int, addresses: tuple[str, str], folder: Path) -
     names = [f"w{i}" for i in range(NUM_MEMBERS)]
     table = RoundTable.attach(addresses[0], names, names)
     numbers: Any = Segment.attach(addresses[1]).memory.cast("q")
-    bell = Doorbell(folder, names[me])
+    doorbell = Doorbell(folder, names[me])
     table.announce(table.summed, me, 1)
     deadline = time.monotonic() + LONG_S
-    while not table.reached(table.summed, 1):  # until all have a bell
+    while not table.reached(table.summed, 1):  # until all have a doorbell
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    server: Any = AddingServer(table, bell, numbers, me)
+    server: Any = AddingServer(table, doorbell, numbers, me)
     worker = RoundWorker(
-        names[me], table, bell, server=server, check=lambda: None, timeout_s=LONG_S
+        names[me], table, doorbell, server=server, check=lambda: None, timeout_s=LONG_S
     )
     for number in range(1, rounds + 1):
         numbers[me] = number

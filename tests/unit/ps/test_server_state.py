@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_states import OPTIMIZERS, ServerGroup, layout_for, train_state
+from server_states import OPTIMIZERS, ServerGroup, layout_for, make_train_state
 
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.placement import place
@@ -104,13 +104,13 @@ def test_one_host_survivors_catch_up_with_a_replica_that_is_ahead() -> None:
     """The owner applied the update, passed the sum on and died; no other server had reached that version."""
     group = make_group(shared=True)
     group.finish(group.decide())
-    dead, keeper = group.server_states[0], group.keepers_of(group.server_states[0])[0]
+    dead, holder = group.server_states[0], group.holders_of(group.server_states[0])[0]
     decision = group.decide()
     group.sum_up(dead, decision)
     apply(dead, decision)
-    group.hand_over(dead, keeper, decision)
-    apply_replica(keeper, dead.name, decision)
-    assert (keeper.ledger.version, keeper.status().ledger.version) == (1, 2)
+    group.hand_over(dead, holder, decision)
+    apply_replica(holder, dead.name, decision)
+    assert (holder.ledger.version, holder.status().ledger.version) == (1, 2)
     group.lose(0)
     group.settle()
     group.check()
@@ -118,13 +118,13 @@ def test_one_host_survivors_catch_up_with_a_replica_that_is_ahead() -> None:
 
 
 def test_several_hosts_an_update_is_completed_if_any_server_received_its_commit() -> None:
-    """All sums are with their keepers before any is applied, so one received commit is enough."""
+    """All sums are with their holders before any is applied, so one received commit is enough."""
     group = make_group("adafactor", shared=False)
     decision = group.decide(factor=0.5)
     for server_state in group.server_states:
         group.sum_up(server_state, decision)
-        for keeper in group.keepers_of(server_state):
-            group.hand_over(server_state, keeper, decision)
+        for holder in group.holders_of(server_state):
+            group.hand_over(server_state, holder, decision)
     heard = group.server_states[1]
     apply(heard, decision)
     for owner in heard.held.replicas:
@@ -167,8 +167,8 @@ def some_fall_behind(group: ServerGroup) -> None:
     for server_state in group.server_states:
         group.sum_up(server_state, decision)
         if not group.shared:
-            for keeper in group.keepers_of(server_state):
-                group.hand_over(server_state, keeper, decision)
+            for holder in group.holders_of(server_state):
+                group.hand_over(server_state, holder, decision)
     for server_state in group.server_states:
         if server_state is newest or chance.random() < 0.5:
             apply(server_state, decision)
@@ -177,10 +177,10 @@ def some_fall_behind(group: ServerGroup) -> None:
                     apply_replica(server_state, owner, decision)
     if group.shared:
         for owner in group.server_states:
-            for keeper in group.keepers_of(owner):
+            for holder in group.holders_of(owner):
                 if owner.ledger.version == decision.version and chance.random() < 0.5:
-                    group.hand_over(owner, keeper, decision)
-                    apply_replica(keeper, owner.name, decision)
+                    group.hand_over(owner, holder, decision)
+                    apply_replica(holder, owner.name, decision)
     # A server whose update was found by nobody else must not be the one that dies.
     group.server_states.remove(newest)
     group.server_states.append(newest)
@@ -220,24 +220,26 @@ def test_after_any_failures_all_servers_equal_the_reference(
 
 
 def test_the_schedule_clock_steps_once_per_batch() -> None:
-    whom = train_state("sgd")
-    schedule_clock = ScheduleClock(whom.scheduler)
+    train_state = make_train_state("sgd")
+    schedule_clock = ScheduleClock(train_state.scheduler)
     for ticks in (1, 1, 3, 2):
         schedule_clock.advance(ticks)
     assert schedule_clock.ticks == 3
-    assert whom.lr == pytest.approx(0.1 / 4)
-    assert ScheduleClock(whom.scheduler).ticks == 3, "it continues where a checkpoint stopped"
+    assert train_state.lr == pytest.approx(0.1 / 4)
+    assert ScheduleClock(train_state.scheduler).ticks == 3, (
+        "it continues where a checkpoint stopped"
+    )
 
 
 def test_a_block_that_is_not_held_here_is_an_error() -> None:
-    whom = train_state("sgd")
-    layout = layout_for(whom)
+    train_state = make_train_state("sgd")
+    layout = layout_for(train_state)
     server_state = ServerState(
         "s0",
         "h",
-        whom,
+        train_state,
         FlatTensors.private(layout),
-        ScheduleClock(whom.scheduler),
+        ScheduleClock(train_state.scheduler),
         replicas=1,
     )
     with pytest.raises(AssertionError, match="s0 holds no block 0"):
@@ -248,7 +250,7 @@ def test_a_block_that_is_not_held_here_is_an_error() -> None:
 
 
 def test_sent_blocks_are_merged_into_spans() -> None:
-    layout = layout_for(train_state("sgd"), block_bytes=64)
+    layout = layout_for(make_train_state("sgd"), block_bytes=64)
     (span,) = message_spans(layout, range(len(layout.blocks)))
     assert span.numel * 4 <= SPAN_BYTES
     assert [b.number for b in span.blocks] == list(range(len(layout.blocks)))

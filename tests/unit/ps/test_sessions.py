@@ -18,7 +18,7 @@ from manyhands.ps.policies import Contribution
 from manyhands.ps.protocol import GradientSpan, NewVersion, PushMessage
 from manyhands.ps.sessions import RemoteSession, WorkerSession
 from manyhands.transport import Link, Listener, connect
-from manyhands.transport.event_loop import LANES
+from manyhands.transport.event_loop import DATA_LINKS
 
 LONG_S = 20.0
 LAYOUT = BlockLayout.of([FlatParameter("p", 96, 4, dtype="float32")], block_bytes=128)
@@ -92,7 +92,7 @@ def test_inside_a_host_a_push_is_only_a_header(connections: Connections) -> None
     for refused in (
         lambda: session.buffer_for(0, 0),
         lambda: session.span_arrived(GradientSpan(2, 0, 0)),
-        lambda: session.add_lane(connections.link()[0]),
+        lambda: session.add_data_link(connections.link()[0]),
     ):
         with pytest.raises(ProtocolError):
             refused()
@@ -109,16 +109,16 @@ def test_a_span_is_received_into_its_slot(connections: Connections) -> None:
             session.buffer_for(slot, i)
 
 
-def test_parameters_are_sent_once_all_lanes_are_open(connections: Connections) -> None:
+def test_parameters_are_sent_once_all_data_links_are_open(connections: Connections) -> None:
     session, params = connections.session(), FlatTensors.private(LAYOUT)
     params.block(0).fill_(1.0)
     params.block(2).fill_(2.0)
-    session.send_params(3, params)  # no lane yet: parameters are sent when all are open
+    session.send_params(3, params)  # no data link yet: parameters are sent when all are open
     far = []
-    for number in range(LANES):
+    for number in range(DATA_LINKS):
         near, worker = connections.link()
         far.append(worker)
-        assert session.add_lane(near) == (number == LANES - 1)
+        assert session.add_data_link(near) == (number == DATA_LINKS - 1)
     session.send_params(4, params)
     heard = []
     for link in far:
@@ -136,7 +136,7 @@ def test_parameters_are_sent_once_all_lanes_are_open(connections: Connections) -
 def test_a_reconnect_replaces_the_link_and_keeps_the_byte_count(connections: Connections) -> None:
     session = connections.session()
     near, _ = connections.link()
-    session.tell(NewVersion(1, 1))
+    session.send(NewVersion(1, 1))
     sent = session.bytes_sent
     assert sent > 0
     old = session.link
@@ -146,4 +146,4 @@ def test_a_reconnect_replaces_the_link_and_keeps_the_byte_count(connections: Con
         old.send({})
     assert session.span_arrived(GradientSpan(1, 0, 0)) is None
     session.close()
-    session.tell(NewVersion(1, 1))  # dropped: the worker is gone, or reconnects and asks again
+    session.send(NewVersion(1, 1))  # dropped: the worker is gone, or reconnects and asks again

@@ -262,12 +262,12 @@ def test_a_death_at_any_moment_leaves_no_partial_update(
         group = servers.group
         servers.decide(group.decide())
         servers.deliver(chance)
-        lead, *others = [server_state.name for server_state in group.server_states]
-        dead = chance.choice([lead, *others])
+        leader, *others = [server_state.name for server_state in group.server_states]
+        dead = chance.choice([leader, *others])
         decision = group.decide()
-        # The lead tells the others, one after the other, before it begins; if it dies, not all hear it.
-        told = [*others, lead]
-        for name in told if dead != lead else told[: chance.randrange(len(told))]:
+        # The leader tells the others, one after the other, before it begins; if it dies, not all hear it.
+        told = [*others, leader]
+        for name in told if dead != leader else told[: chance.randrange(len(told))]:
             servers.updates[name].enqueue(decision)
         for _ in range(chance.randrange(12)):
             servers.hear(*chance.choice(list(servers.far)))
@@ -279,13 +279,13 @@ def test_a_death_at_any_moment_leaves_no_partial_update(
 def test_one_host_a_server_completes_a_replicated_update_after_the_leader_died(
     tmp_path: Path,
 ) -> None:
-    """Otherwise the replica on its keeper would be ahead of it."""
+    """Otherwise the replica on its holder would be ahead of it."""
     with three(True, tmp_path) as servers:
         group = servers.group
-        lead, heard, other = group.server_states
-        assert group.keepers_of(heard) == [other]
+        leader, heard, other = group.server_states
+        assert group.holders_of(heard) == [other]
         decision = group.decide()
-        servers.kill(lead.name)  # after it has sent the decision to one of them
+        servers.kill(leader.name)  # after it has sent the decision to one of them
         servers.updates[heard.name].enqueue(decision)
         servers.deliver(random.Random(0))
         assert heard.ledger.version == other.held.versions[heard.name] == 1
@@ -297,19 +297,19 @@ def test_several_hosts_a_commit_is_applied_after_the_leader_died(tmp_path: Path)
     """The dead leader can't receive `SumTaken` for its replica, which must not matter."""
     with three(False, tmp_path) as servers:
         group = servers.group
-        lead, heard, other = group.server_states
+        leader, heard, other = group.server_states
         servers.decide(group.decide())
-        # The sums go to their keepers, the leader learns that all have arrived, and commits.
-        inward = [pair for pair in servers.far if pair != (lead.name, heard.name)]
+        # The sums go to their holders, the leader learns that all have arrived, and commits.
+        inward = [pair for pair in servers.far if pair != (leader.name, heard.name)]
         for _ in range(9):
             for pair in inward:
                 servers.hear(*pair)
-            if not servers.applied[lead.name]:
-                servers.hear(lead.name, heard.name)
-        assert servers.applied[lead.name]
+            if not servers.applied[leader.name]:
+                servers.hear(leader.name, heard.name)
+        assert servers.applied[leader.name]
         assert not servers.applied[heard.name]
-        servers.kill(lead.name)
-        while servers.hear(lead.name, heard.name):
+        servers.kill(leader.name)
+        while servers.hear(leader.name, heard.name):
             pass
         assert len(servers.applied[heard.name]) == 1
         assert set(heard.held.versions.values()) == {1}

@@ -22,7 +22,7 @@ BIG = 8 << 20
 def linked(folder: Path, count: int) -> Iterator[tuple[list[Link], list[Link]]]:
     """Links: the ends of this side, and of the other."""
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(Listener(f"unix:{folder}/lanes"))
+        listener = stack.enter_context(Listener(f"unix:{folder}/links"))
         near, far = [], []
         for _ in range(count):
             near.append(stack.enter_context(connect(listener.address, timeout_s=LONG_S)))

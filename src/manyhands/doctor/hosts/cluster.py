@@ -68,13 +68,13 @@ class ClusterProbe(RosterOwner):
         *,
         authority: Authority | None,
         wait_s: float,
-        tell: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self.findings: list[Finding] = []
         """About processes that are missing, lost or were refused."""
         self._spec = spec
         self._wait_s = wait_s
-        self._tell = tell
+        self._notify = notify
         self._keyed = authority is not None
         self._secret = secrets.token_hex(32)
         self._lost_ranks: set[int] = set()
@@ -96,11 +96,11 @@ class ClusterProbe(RosterOwner):
         self._probe: Probe | None = None
         folder = self._scratch.path
         timeouts = agent_timeouts(wait_s)
-        context = LauncherContext(self._listener.address, folder, folder, timeouts, tell)
+        context = LauncherContext(self._listener.address, folder, folder, timeouts, notify)
         self._roster = AgentRoster(spec, self, context, probe_secret=self._secret)
         self._own_facts = HostFacts.here(self._roster.machine.host, self._roster.own.reach)
         if spec.store is not None:
-            publish(spec.store, self._listener.address, tell)
+            publish(spec.store, self._listener.address, notify)
         self._listener.hand_over(self._accept, name="agent", on_error=self._news.put)
 
     def _accept(self, link: Link) -> None:
@@ -138,7 +138,7 @@ class ClusterProbe(RosterOwner):
             if now - began > PRINT_AFTER_S and not printed:
                 printed = True
                 names = describe_entries(self._roster.missing)
-                self._tell(f"waiting at {self._listener.address} for {names}")
+                self._notify(f"waiting at {self._listener.address} for {names}")
             self._collect(0.2)
         waited_s = time.monotonic() - began
         in_time = f" within {waited_s:.0f} s" if waited_s > self._wait_s else ""

@@ -8,7 +8,7 @@ from itertools import compress
 from manyhands.events.units import plural
 from manyhands.hosts.spec import EVALUATOR, ClusterSpec, Entry, join_address
 
-HEADS = ("rank", "name", "role", "host", "port", "local rank", "slots", "devices", "")
+COLUMNS = ("rank", "name", "role", "host", "port", "local rank", "slots", "devices", "")
 
 
 def describe(spec: ClusterSpec) -> str:
@@ -32,7 +32,7 @@ def _facts(spec: ClusterSpec) -> Iterator[str]:
 def _table(spec: ClusterSpec) -> Iterator[str]:
     rows = [_row(entry, mine=entry == spec.mine) for entry in spec.entries]
     used = [any(column) for column in zip(*rows, strict=True)]
-    return aligned([tuple(compress(row, used)) for row in (HEADS, *rows)])
+    return aligned([tuple(compress(row, used)) for row in (COLUMNS, *rows)])
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

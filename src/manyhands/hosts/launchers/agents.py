@@ -65,7 +65,7 @@ class AgentLauncher(Launcher, RosterOwner):
         self._roster = AgentRoster(self.spec, self, context)
         self._roster.own.reach = _own_endpoint(context.address)
         if self.spec.store is not None:
-            publish(self.spec.store, context.address, context.tell)
+            publish(self.spec.store, context.address, context.notify)
 
     def complete(self) -> bool:
         """Whether all announced hosts have joined, or enough of them after the grace period. Stays true."""
@@ -79,13 +79,13 @@ class AgentLauncher(Launcher, RosterOwner):
             self.gathered = True
             self.spans_hosts = len({node.host for node in self.roster.nodes}) > 1
             if self.spans_hosts:
-                self.context.tell(self._introduction())
+                self.context.notify(self._introduction())
             return True
         if waited > self.context.timeouts.gather_s:
             raise UsageError(self._too_late(missing))
         if time.monotonic() - self._asked > self.ask_every_s:
             self._asked = time.monotonic()
-            self.context.tell(self._waiting(missing))
+            self.context.notify(self._waiting(missing))
         return False
 
     def _enough(self, missing: Sequence[Entry]) -> bool:
@@ -126,9 +126,9 @@ class AgentLauncher(Launcher, RosterOwner):
 
     def refusal(self, hello: AgentHello) -> Refusal | None:
         machine, own = hello.machine, self.roster.machine
-        who = f"{machine.host} ({hello.entry.name})"
+        agent = f"{machine.host} ({hello.entry.name})"
         if problem := unfit(own.versions, machine.versions):
-            return Refusal(f"{who} can't take part: {problem}", "Install the same on both.")
+            return Refusal(f"{agent} can't take part: {problem}", "Install the same on both.")
         other_host = machine.identity != own.identity
         if self.gathered and self._shares_memory and not self.spans_hosts and other_host:
             return Refusal(
@@ -139,7 +139,7 @@ class AgentLauncher(Launcher, RosterOwner):
 
     def on_refused(self, host: str, refusal: Refusal) -> None:
         if self.gathered:
-            self.context.tell(str(refusal))
+            self.context.notify(str(refusal))
         else:
             self._refused = self._refused or str(refusal)
 
@@ -151,23 +151,23 @@ class AgentLauncher(Launcher, RosterOwner):
 
     def _on_joined(self, node: AgentNode) -> None:
         if self.gathered:
-            self.context.tell(f"{node.host} has joined, with {node.machine}")
+            self.context.notify(f"{node.host} has joined, with {node.machine}")
 
     def on_lost(self, node: AgentNode, why: str) -> None:
-        self.context.tell(f"{node.host} is lost: its agent {why}")
+        self.context.notify(f"{node.host} is lost: its agent {why}")
 
     # Members ----------------------------------------------------------------------------------
 
     def slots(self, role: str) -> int:
         return sum(node.free for node in self._fitting(role))
 
-    def room(self, workers: int, servers: int) -> bool:
+    def has_room(self, workers: int, servers: int) -> bool:
         shared = 0 if self.spec.servers else servers  # else they have slots of their own
         if self.slots(WORKER) >= workers + shared and self.slots(SERVER) >= servers:
             return True
         if time.monotonic() - self._asked > self.ask_every_s:
             self._asked = time.monotonic()
-            self.context.tell(f"waiting for free slots: {workers + servers} are needed")
+            self.context.notify(f"waiting for free slots: {workers + servers} are needed")
         return False
 
     def start(self, request: StartRequest) -> Handle:

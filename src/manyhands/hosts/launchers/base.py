@@ -37,7 +37,7 @@ class LauncherContext:
     """The run's private folder on the coordinator's host."""
     logs: Path
     timeouts: Timeouts
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     """Prints a notice of the run; may be called from any thread."""
     on_error: OnError = fail_process
     """Ends the run with an error of one of the launcher's threads."""
@@ -105,7 +105,7 @@ class Launcher(ABC):
         """The number of members of this role that could be started now."""
         return sys.maxsize
 
-    def room(self, workers: int, servers: int) -> bool:
+    def has_room(self, workers: int, servers: int) -> bool:
         """Whether all of these could be started now. Raises if they never can."""
         return True
 

@@ -234,7 +234,7 @@ class AgentNode(Node):
             case Leaving(name):
                 if not self.leaving:
                     self.leaving = True
-                    self._context.tell(f"{self.host} was asked to end ({name[:80]})")
+                    self._context.notify(f"{self.host} was asked to end ({name[:80]})")
             case Measured():
                 if (answers := self._answers) is None:
                     raise ProtocolError("an answer without a request")

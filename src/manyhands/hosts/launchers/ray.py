@@ -99,7 +99,7 @@ class RayLauncher(AgentLauncher):
         cluster = self._broker.cluster
         if cluster.started:
             why = ", as none was found" if cluster.none_found else ""
-            context.tell(
+            context.notify(
                 f"a Ray cluster of this machine alone was started{why}; it ends with the run"
             )
         self._broker.listen(self._handle)
@@ -107,8 +107,8 @@ class RayLauncher(AgentLauncher):
         self._request = replace(self._request, task=task)
         self._broker.send(self._request)
 
-    def room(self, workers: int, servers: int) -> bool:
-        if super().room(workers, servers):
+    def has_room(self, workers: int, servers: int) -> bool:
+        if super().has_room(workers, servers):
             return True
         if self._lost:
             raise ManyhandsError(self._lost)
@@ -151,7 +151,7 @@ class RayLauncher(AgentLauncher):
             case ActorRefused(_, text):
                 if self.gathered and text not in self._printed:
                     self._printed.add(text)
-                    self.context.tell(text)
+                    self.context.notify(text)
                 self._refused = self._refused or text
             case ActorDied(rank, why):
                 self._on_death(rank, why)
@@ -164,7 +164,7 @@ class RayLauncher(AgentLauncher):
         self._lost = f"{text[0].upper()}{text[1:]}."
         self._refused = self._refused or self._lost
         if self.gathered:
-            self.context.tell(f"{text}; members that are lost from now on are not replaced")
+            self.context.notify(f"{text}; members that are lost from now on are not replaced")
 
     def _on_death(self, rank: int, why: str) -> None:
         """Close the link of a dead actor's agent: without a network, the link itself shows nothing."""
@@ -173,7 +173,7 @@ class RayLauncher(AgentLauncher):
                 node.link.close()
         if self.gathered:
             return
-        self.context.tell(f"the actor of ray-{rank} has ended ({why}); requesting another")
+        self.context.notify(f"the actor of ray-{rank} has ended ({why}); requesting another")
         self._num_deaths += 1
         if self._num_deaths >= MAX_DEATHS:
             self._refused = self._refused or (
@@ -202,11 +202,11 @@ class RayLauncher(AgentLauncher):
     def _on_joined(self, node: AgentNode) -> None:
         self._broker.send(AgentJoined(node.entry.rank))
         if self.gathered:
-            self.context.tell(f"Ray has given {node.entry.name}, on {node.host}")
+            self.context.notify(f"Ray has given {node.entry.name}, on {node.host}")
 
     def on_lost(self, node: AgentNode, why: str) -> None:
         if any(slot.rank == node.entry.rank for slot in self._slots):  # else it was released
-            self.context.tell(f"{node.entry.name} on {node.host} is lost: its agent {why}")
+            self.context.notify(f"{node.entry.name} on {node.host} is lost: its agent {why}")
             self._broker.send(AgentLost(node.entry.rank))
 
     def end(self, code: int) -> None:

@@ -94,7 +94,7 @@ class AgentRoster:
         """By rank."""
         self._host_names = {self.machine.identity: self.machine.host}
         self._lock = threading.Lock()
-        self._logs = LogFiles(context.logs, context.tell)
+        self._logs = LogFiles(context.logs, context.notify)
         self._token = secrets.token_hex(8)
         self._marker = context.logs / f".{self._token}"
         """The file by which agents recognize the run folder."""
@@ -207,8 +207,7 @@ class AgentRoster:
         while not self._owner.gathered and not old.lost:
             if not isinstance(old, AgentNode) or old.last_message_at > began:
                 problem = (
-                    f"{node.entry.name} is the process on {old.host} already, and one on {node.host}, "
-                    "too"
+                    f"{node.entry.name} is both the process on {old.host} and one on {node.host}"
                 )
                 remedy = "Give each process a rank of its own: RANK=0, 1, 2, ..."
                 self._refuse(node.link, node.host, Refusal(problem, remedy))
