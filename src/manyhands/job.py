@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from manyhands.errors import JobError, RunFolderError, UsageError, closest
+from manyhands.job_length import ONE_LENGTH, choose_length, is_interval
 
 if TYPE_CHECKING:
     import torch
@@ -45,16 +46,20 @@ class Job:
 
     batch_size: int = 32
     """Samples per step, over all workers."""
-    epochs: int = 1
-    """Number of passes over the data."""
+    epochs: int | None = None
+    """Number of passes over the data; without it, and without `steps`, 1."""
+    steps: int | None = None
+    """Number of steps, instead of `epochs`: the data is repeated as needed."""
     seed: int = 0
     """Seed of everything random: the same seed gives the same result, bit for bit."""
     accumulate: int = 1
     """Number of micro-batches that a worker divides its share of a step into, to save memory."""
     clip_norm: float | None = None
     """Maximum norm of the whole gradient; None: no clipping."""
-    eval_every: int = 1
-    """Number of epochs between evaluations."""
+    eval_every: int | str = 1
+    """Number of epochs between evaluations, or a text such as "200 steps"; there is always one at the end."""
+    eval_samples: int | None = None
+    """Number of evaluation samples to use, always the same ones, chosen by the seed; None: all."""
     monitor: str = "loss"
     """The evaluation metric that decides which model is best: "min mae" or "max auc"; or just its name, if
     its direction is well known, such as "loss" or "accuracy"."""
@@ -164,12 +169,14 @@ REQUIRED_METHODS = ("model", "optimizer", "data", "loss")
 def load_job(reference: str, settings: Mapping[str, str] | None = None) -> Job:
     """Create the job of a reference (see `find_job`), with fields set from `settings`, as {"lr": "0.05"}."""
     cls = load_job_class(reference)
-    values = parse_settings(cls, settings or {})
+    values = choose_length(parse_settings(cls, settings or {}))
     try:
         job = cls(**values)
     except Exception as error:
         raise JobError(f"{cls.__name__} in {reference} can't be built: {error}") from error
     check_fields(job)
+    if job.steps is None and job.epochs is None:
+        job.epochs = 1
     return job
 
 
@@ -435,7 +442,8 @@ def _check_class(cls: type[Job], path: str) -> None:
 def parse_settings(cls: type[Job], settings: Mapping[str, str]) -> dict[str, Any]:
     """Parse the strings of `--set name=value` into the types of the fields."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = _hints(cls) if settings else {}
+    # A subclass may declare `epochs: int`; None stays possible.
+    hints = _hints(cls) | _hints(Job) if settings else {}
     values: dict[str, Any] = {}
     for name, text in settings.items():
         if name not in fields:
@@ -493,21 +501,18 @@ PARSED: dict[Any, str] = {int: "a whole number", float: "a number", parse_bool: 
 """What parsers of values accept, in words for errors."""
 
 
-def total_steps(job: Job, num_samples: int) -> int:
-    """Return the total number of steps, in batches of the job's own size."""
-    return math.ceil(num_samples / job.batch_size) * job.epochs
-
-
 def check_fields(job: Job) -> None:
     """Raise JobError if a field of the base class has an invalid value, however it was set."""
     positive, clip = "a whole number of at least 1", job.clip_norm
     clips = clip is None or (isinstance(clip, int | float) and clip > 0)
     rules = (
         ("batch_size", _whole(job.batch_size, 1), positive),
-        ("epochs", _whole(job.epochs, 1), positive),
+        ("epochs", _is_count(job.epochs), f"{positive}, or None"),
+        ("steps", _is_count(job.steps), f"{positive}, or None"),
         ("accumulate", _whole(job.accumulate, 1), positive),
-        ("eval_every", _whole(job.eval_every, 1), positive),
-        ("patience", job.patience is None or _whole(job.patience, 1), f"{positive}, or None"),
+        ("eval_every", is_interval(job.eval_every), 'a number of epochs, or a text: "200 steps"'),
+        ("eval_samples", _is_count(job.eval_samples), f"{positive}, or None"),
+        ("patience", _is_count(job.patience), f"{positive}, or None"),
         ("loader_processes", _whole(job.loader_processes, 0), "a whole number, 0 or more"),
         ("seed", _whole(job.seed), "a whole number"),
         ("clip_norm", clips, "a number above 0, or None"),
@@ -517,7 +522,16 @@ def check_fields(job: Job) -> None:
     for name, is_valid, wanted in rules:
         if not is_valid:
             raise JobError(f"{name} must be {wanted}, and is {getattr(job, name)!r}.")
+    if job.steps is not None and job.epochs is not None:
+        raise JobError(
+            f"{type(job).__name__} has steps={job.steps} and epochs={job.epochs}: {ONE_LENGTH}. Set one of "
+            f"them to None in the job file (epochs: int | None = None), or choose:  --set steps={job.steps}"
+        )
 
 
 def _whole(value: Any, least: float = -math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or _whole(value, 1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import manyhands as mh
-from manyhands.compute.evaluation import evaluate
+from manyhands.compute.evaluation import EvalSamples, evaluate
 from manyhands.job import load_job
 from manyhands.testing import harness
 
@@ -166,5 +166,5 @@ def test_clicks_approaches_the_true_rates(tmp_path: Path) -> None:
     assert last["loss"] < 0.597, "whoever always says how often people click has 0.607"
     model = mh.load(folder, step="last")
     job = load_job(str(EXAMPLES / "clicks.py"), {"samples": "60000"})
-    found = evaluate(job, model, job.eval_data(), device="cpu")["sums"]
+    found = evaluate(job, model, EvalSamples(job.eval_data()), device="cpu")["sums"]
     assert {name: value / weight for name, (value, weight) in found.items()} == pytest.approx(last)

@@ -19,6 +19,7 @@ from manyhands.testing.conformance import (
     Case,
     begins_again,
     counts_every_sample_once,
+    ends_and_evaluates_in_steps,
     equals_single,
     equals_single_with_accumulation,
     equals_single_with_own_weights,
@@ -55,7 +56,11 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:sync(transport=shm)", workers=2, fields=WIDE),
-        (repeats_and_resumes_bit_equal, counts_every_sample_once),
+        (
+            repeats_and_resumes_bit_equal,
+            counts_every_sample_once,
+            ends_and_evaluates_in_steps,
+        ),
     ),
     (Case("ps:sync(servers=3)", workers=4, fields=WIDE), (equals_single, survives_a_kill)),
     (
@@ -100,7 +105,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:async(transport=tcp)", workers=3, fields=WIDE, equals_single=False),
-        (counts_every_sample_once,),
+        (counts_every_sample_once, ends_and_evaluates_in_steps),
     ),
     (
         Case(
@@ -113,11 +118,11 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (
         Case("ps:ssp(transport=shm)", workers=3, fields=WIDE, equals_single=False),
-        (counts_every_sample_once,),
+        (counts_every_sample_once, ends_and_evaluates_in_steps),
     ),
     (
         Case("ps:backup(transport=tcp)", workers=3, fields=WIDE, equals_single=False),
-        (counts_every_sample_once,),
+        (counts_every_sample_once, ends_and_evaluates_in_steps),
     ),
 ]
 

@@ -105,6 +105,15 @@ def drive(
     raise AssertionError("the plan does not end")
 
 
+def due(config: PlanConfig) -> list[int]:
+    """The steps after which to evaluate."""
+    if not config.has_eval:
+        return []
+    each = config.eval_steps or config.eval_every * config.steps_per_epoch
+    steps = range(1, config.num_steps + 1)
+    return [step for step in steps if step % each == 0 or step == config.num_steps]
+
+
 def through_json(state: Any) -> Any:
     return json.loads(json.dumps(jsonable(state), allow_nan=False))
 

@@ -25,7 +25,7 @@ class Digits(mh.Job):
     fast: bool = False
     name: str = "x"
     decay: float | None = None
-    steps: int | float = 3
+    cycles: int | float = 3
     layers: tuple = (1, 2)
 
     def model(self): ...
@@ -164,8 +164,8 @@ def test_a_misspelt_setting(write: Write) -> None:
         ("name", "none", "none"),
         ("decay", "None", None),
         ("decay", "0.5", 0.5),
-        ("steps", "5", 5),
-        ("steps", "2.5", 2.5),
+        ("cycles", "5", 5),
+        ("cycles", "2.5", 2.5),
         ("clip_norm", "1", 1.0),
         ("patience", "null", None),
         ("patience", "3", 3),
@@ -189,7 +189,7 @@ def test_a_setting_gets_the_type_of_its_field(
         ("fast", "maybe", "fast is true or false"),
         ("fast", "2", "fast is true or false"),
         ("decay", "x", "decay is a number"),
-        ("steps", "x", "steps is a number"),
+        ("cycles", "x", "cycles is a number"),
         ("patience", "soon", "patience is a whole number"),
         ("layers", "1,2", "a field of type .*tuple.* can't be set from the command line"),
         ("batch_size", "0", "batch_size must be a whole number of at least 1, and is 0"),

@@ -23,6 +23,7 @@ from manyhands.coordinator.run import train
 from manyhands.errors import CheckpointError, UsageError, check_choice
 from manyhands.events import make_console
 from manyhands.job import job_of_run
+from manyhands.job_length import length_of, merge_settings
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
@@ -70,9 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
             return _resume(folder, arguments, cluster)
     finally:
         folder.unlock()
+    length = length_of(folder.config)
     print(
-        f"{folder.path} is already finished. To train longer, set the total number of epochs: "
-        f"manyhands resume {folder.path} --set epochs=N  (with a learning rate schedule, also "
+        f"{folder.path} is already finished. To train longer, set the total number of {length}: "
+        f"manyhands resume {folder.path} --set {length}=N  (with a learning rate schedule, also "
         "--schedule stretch, restart or keep)"
     )
     return 0
@@ -94,7 +96,7 @@ def _resume(
     options = resolve_options(
         resolved,
         job=job.anywhere,
-        settings={**config["settings"], **changed},
+        settings=merge_settings(config["settings"], changed),
         cluster=cluster.spec if cluster else None,
         elsewhere=cluster is not None,
         debug=arguments.debug,

@@ -7,22 +7,58 @@ numbers to the coordinator.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from manyhands.compute.feed import gather
 from manyhands.compute.measures import add_up, checked, declared_by
+from manyhands.compute.seeds import derive
 from manyhands.compute.train_state import checked_weight, evaluating, job_loss, to_device, wrong
+from manyhands.errors import JobError
 from manyhands.job import Job, collecting
 from manyhands.measure import Measure, Pair, add_to, value_of
+
+
+@dataclass(frozen=True)
+class EvalSamples:
+    """The samples that a job is evaluated on."""
+
+    dataset: Any
+    chosen: Tensor | None = None
+    """Their indices; None: all of the data set."""
+
+    @classmethod
+    def of(cls, job: Job, dataset: Any) -> EvalSamples:
+        """Choose the job's `eval_samples` by its seed: the same ones in every process, and in every resumed
+        run."""
+        number, there = job.eval_samples, len(dataset)
+        if number is None:
+            return cls(dataset)
+        if number > there:
+            raise JobError(
+                f"eval_samples is {number}, and the evaluation data has {there} samples. Use  "
+                f"--set eval_samples={there}  or fewer, or  --set eval_samples=none  for all."
+            )
+        generator = torch.Generator().manual_seed(derive(job.seed, "eval_samples"))
+        return cls(dataset, torch.randperm(there, generator=generator)[:number].sort().values)
+
+    def __len__(self) -> int:
+        return len(self.dataset) if self.chosen is None else len(self.chosen)
+
+    def indices(self, start: int, stop: int) -> Tensor:
+        return torch.arange(start, stop) if self.chosen is None else self.chosen[start:stop]
+
+    def first(self, number: int) -> EvalSamples:
+        return EvalSamples(self.dataset, self.indices(0, min(number, len(self))))
 
 
 def evaluate(
     job: Job,
     model: nn.Module,
-    dataset: Any,
+    samples: EvalSamples,
     *,
     part: tuple[float, float, float] = (0, 1, 1),
     device: str,
@@ -32,14 +68,14 @@ def evaluate(
 
     Returns {"samples": number, "sums": {name: (number, weight)}}; see measure.py.
     """
-    start, stop = (int(len(dataset) * end / part[2]) for end in part[:2])
+    start, stop = (int(len(samples) * end / part[2]) for end in part[:2])
     declared = declared_by(job)
     sums: dict[str, Pair] = {}
     size = max(1, job.batch_size // job.accumulate)
     with evaluating(model), torch.no_grad():
         for low in range(start, stop, size):
-            indices = torch.arange(low, min(stop, low + size))
-            batch = to_device(gather(job, dataset, indices, 0), device)
+            indices = samples.indices(low, min(stop, low + size))
+            batch = to_device(gather(job, samples.dataset, indices, 0), device)
             with collecting() as logged:
                 loss, output = job_loss(job, model, batch)
                 metrics = job.metrics(output, batch)

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.compute import schedule
 from manyhands.compute.measures import Measures, declared_by
 from manyhands.compute.param_groups import build_optimizer, check_optimizer
-from manyhands.compute.schedule_hints import schedule_hint
+from manyhands.compute.schedule_hints import TrainingLength, schedule_hint
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import ANCHOR, add_anchor
 from manyhands.errors import JobError
@@ -62,7 +62,9 @@ class TrainState:
     """What the worker is doing right now, to explain a hang."""
 
     @classmethod
-    def of(cls, job: Job, *, device: str, num_steps: int) -> TrainState:
+    def of(
+        cls, job: Job, *, device: str, num_steps: int, steps_per_epoch: int | None = None
+    ) -> TrainState:
         # The same model on every worker, whatever the device: built on the CPU from the seed.
         torch.manual_seed(job.seed)
         model = job.model()
@@ -79,7 +81,7 @@ class TrainState:
             raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
         check_optimizer(job, model, optimizer)
         settings = schedule.settings_of(optimizer)
-        scheduler = job.schedule(optimizer, num_steps)
+        scheduler = _schedule(job, optimizer, num_steps)
         if isinstance(scheduler, ReduceLROnPlateau):
             raise JobError(
                 f"{type(job).__name__}.schedule() returned ReduceLROnPlateau, which each worker would step "
@@ -96,10 +98,10 @@ class TrainState:
                 "total_steps=num_steps."
             )
         twin = schedule.twin_of(optimizer, settings)
-        epochs = job.epochs
-        hint = schedule_hint(
-            job.schedule(twin, num_steps), twin, num_steps=num_steps, epochs=epochs
+        length = TrainingLength.of(
+            job, num_steps=num_steps, steps_per_epoch=steps_per_epoch or num_steps
         )
+        hint = schedule_hint(job.schedule(twin, num_steps), twin, length)
         return cls(
             model=model,
             optimizer=optimizer,
@@ -208,6 +210,18 @@ def multiplied_lr(optimizer: Optimizer, factor: float) -> Iterator[None]:
     finally:
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def _schedule(job: Job, optimizer: Optimizer, num_steps: int) -> Any:
+    try:
+        return job.schedule(optimizer, num_steps)
+    except TypeError as error:
+        if job.epochs is not None or "None" not in str(error):
+            raise
+        raise JobError(
+            f"{type(job).__name__}.schedule() failed: {error}. The job trains for steps={job.steps}, so "
+            "self.epochs is None. Count in  num_steps, the steps of the whole training."
+        ) from error
 
 
 def begin_with(checkpoint: str, train_state: TrainState, job: Job) -> None:

@@ -25,6 +25,7 @@ from manyhands.hosts.messages import (
     WriteStacks,
 )
 from manyhands.hosts.view import Seat
+from manyhands.job_length import is_interval
 from manyhands.measure import Measure
 from manyhands.ranges import Range
 from manyhands.transport.fields import Count, MessageSet, Positive, Seconds, Weight, check
@@ -145,11 +146,18 @@ class JobFields:
     """The fields of a job that the coordinator uses."""
 
     batch_size: Positive
-    epochs: Positive
-    eval_every: Positive
+    epochs: Positive | None
+    eval_every: Annotated[int | str, check(is_interval, "is no number of epochs or steps")]
     monitor: str
     patience: int | None
     plateau: str | None = None
+    steps: Positive | None = None
+    """Instead of epochs."""
+    eval_samples: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("it needs either steps or epochs")
 
 
 @dataclass(frozen=True)

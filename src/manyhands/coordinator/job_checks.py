@@ -19,6 +19,7 @@ from manyhands.coordinator.plan import PlanConfig
 from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
 from manyhands.errors import JobError, UsageError
 from manyhands.events import events
+from manyhands.job_length import EPOCHS, STEPS, parse_interval
 
 
 def check_job(
@@ -51,6 +52,11 @@ def check_job(
         )
     if not metrics and fields.patience is not None:
         raise JobError("patience needs something to watch: eval_data() must return a data set.")
+    if not metrics and fields.eval_samples is not None:
+        raise JobError(
+            f"eval_samples={fields.eval_samples} needs samples to choose from: eval_data() must return a "
+            "data set. To evaluate nothing:  --set eval_samples=none."
+        )
     monitor_of(facts, saved)
     plateau_of(facts, saved)
 
@@ -133,11 +139,14 @@ def plan_config_of(
     facts: WorkerFacts, options: RunOptions, saved: Mapping[str, Any] | None = None
 ) -> PlanConfig:
     fields = facts.fields
+    every, unit = parse_interval(fields.eval_every)
     return PlanConfig(
         num_samples=facts.train_samples,
         batch_size=fields.batch_size,
-        epochs=fields.epochs,
-        eval_every=fields.eval_every,
+        epochs=fields.epochs or 1,
+        steps=fields.steps,
+        eval_every=every if unit == EPOCHS else 1,
+        eval_steps=every if unit == STEPS else 0,
         has_eval=facts.eval_samples > 0,
         checkpoint_every=options.checkpoint_every,
         monitor=monitor_of(facts, saved),
@@ -155,7 +164,7 @@ def ready_event(member: str, facts: WorkerFacts, plan_config: PlanConfig) -> eve
         train_samples=facts.train_samples,
         eval_samples=facts.eval_samples,
         batch_size=plan_config.batch_size,
-        epochs=plan_config.epochs,
+        epochs=facts.fields.epochs,
         steps=plan_config.num_steps,
         unit=facts.unit[0],
         units_per_sample=facts.unit[1],

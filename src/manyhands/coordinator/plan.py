@@ -2,16 +2,18 @@
 
     for each epoch:
         TrainSteps*       until every sample of the epoch is dispatched
-        Checkpoint?       every `checkpoint_every` steps, if asked for
         Wait?             if losses decide what comes next: until what was dispatched is committed
-        Evaluate?         every `eval_every` epochs and after the last; the plan waits for the result
-        Checkpoint        after each epoch, so that the best model is always one of them
-    Stop                  at the end of the epochs or of the patience, or on request
+        Evaluate?         every `eval_steps` steps, or every `eval_every` epochs; and at the end of the
+                          training, which may be in the middle of an epoch. The plan waits for the result
+        Checkpoint?       every `checkpoint_every` steps, if asked for; and if the evaluation was the best
+        Checkpoint        after each epoch
+    Stop                  at the end of the training or of the patience, or on request
 
-Steps may be committed in any order. Samples are counted, not steps: the state of a plan is the epoch,
-what is committed of it, and the step number, so training can continue with any number of workers. So
-the batch may also change in the middle of an epoch (learning_rate.py). The job's schedule then follows
-samples: it is stepped as often as it would have been with the reference number of workers.
+Nothing is dispatched across an evaluation, a checkpoint or an end, so each is exact in steps. Steps may be
+committed in any order. Samples are counted, not steps: the state of a plan is the epoch, what is committed of
+it, and the step number, so training can continue with any number of workers. So the batch may also change in
+the middle of an epoch (learning_rate.py). The job's schedule then follows samples: it is stepped as often as
+it would have been with the reference number of workers, and a training of N `steps` has as many samples.
 """
 
 from __future__ import annotations
@@ -37,8 +39,13 @@ class PlanConfig:
 
     num_samples: int
     batch_size: int
-    epochs: int
+    epochs: int = 1
+    steps: int | None = None
+    """Steps of the training, instead of `epochs`."""
     eval_every: int = 1
+    """Epochs between evaluations."""
+    eval_steps: int = 0
+    """Steps between evaluations, instead of `eval_every`; 0: none."""
     has_eval: bool = True
     checkpoint_every: int = 0
     """Steps between checkpoints besides those after each epoch; 0 for none."""
@@ -60,7 +67,20 @@ class PlanConfig:
 
     @property
     def num_steps(self) -> int:
-        return self.steps_per_epoch * self.epochs
+        return self.steps_per_epoch * self.epochs if self.steps is None else self.steps
+
+    @property
+    def last_step(self) -> int | None:
+        """The step at which training ends; None if it ends at a sample (see `end`)."""
+        return None if self.by_samples else self.steps
+
+    @property
+    def end(self) -> tuple[int, int]:
+        """The sample before which training ends: its epoch, and how many of that epoch are before it."""
+        if self.steps is None:
+            return self.epochs, 0
+        epoch, steps = divmod(self.steps, self.steps_per_epoch)
+        return epoch, steps * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -142,14 +162,14 @@ class TrainingPlan:
         self._ticks = self._ticks_due + rates.get("ticks_ahead", 0)
         """Steps of the job's schedule that were dispatched, if it follows samples."""
         self._open: dict[int, StepPlan] = {}
-        self._evaluated: bool = state.get("evaluated", False)
+        self._evaluated_step = self.step if state.get("evaluated") else -1
+        """The step of the last evaluation."""
         self._awaiting = False
         self._saved = self.step if state else -1
         self._checkpoint_lost = False
         self._stop: str | None = None
+        """Why it ends, unless that is the end of the training."""
         self._saves_last = True
-        if self.epoch >= config.epochs:
-            self._stop = "finished"
 
     def next(self, max_steps: int) -> Order | None:
         """The next order, at most `max_steps` of training in it; None while an evaluation is awaited."""
@@ -157,27 +177,32 @@ class TrainingPlan:
             return None
         if self._checkpoint_lost:
             return self._checkpoint()
-        if self._stop is not None:
-            due = self._saves_last and self._saved != self.step
-            return self._checkpoint() if due else Stop(self._stop)
+        order = self._continue(max_steps) if self._stop is None else None
+        if order is not None:
+            return order
+        if self._saves_last and self._saved != self.step:
+            return self._checkpoint()
+        return Stop("finished" if self._finished else self._stop or "finished")
+
+    def _continue(self, max_steps: int) -> Order | None:
+        """The next order of the training; None at its end."""
         epoch_over = self._leases.exhausted
         if self._rates.mean_due(num_open=len(self._open), epoch_over=epoch_over):
             if self._open:
                 return Wait(self.step)
             self._rates.close_mean(step=self.step)
-        if not epoch_over:
-            if self._checkpoint_due:
-                return self._checkpoint()
-            if every := self.config.checkpoint_every:
-                max_steps = min(max_steps, every - self.step % every)
-            return self._steps(max_steps)
-        if self._open and self._rates.counts_losses:
+        evaluates = self._evaluation_due
+        if (evaluates or epoch_over) and self._open and self._rates.counts_losses:
             return Wait(self.step)
-        if not self._evaluated and self._evaluation_due():
+        if evaluates:
             self._awaiting = True
             return Evaluate(self.step, self.epoch)
-        self._next_epoch()
-        return self._checkpoint()
+        if epoch_over:
+            self._next_epoch()
+            return self._checkpoint()
+        if self._finished:
+            return None
+        return self._checkpoint() if self._checkpoint_due else self._steps(max_steps)
 
     def set_world(self, world: int) -> None:
         """Follow the number of workers."""
@@ -212,12 +237,9 @@ class TrainingPlan:
                 used.remove(piece)
             self.epoch = first.epoch
             self._leases = Leases(self.config.num_samples, used.to_list())
-            if self._stop == "finished":
-                self._stop = None
         self._open.clear()
         self._ticks -= sum(plan.ticks for plan in plans)
         self.step = first.step - 1
-        self._evaluated = False
         if self._saved > self.step:
             self._saved = -1
 
@@ -228,13 +250,15 @@ class TrainingPlan:
     def evaluated(self, metrics: Mapping[str, float]) -> bool:
         """Take in the awaited evaluation; True if it is the best so far."""
         assert self._awaiting
-        self._awaiting, self._evaluated = False, True
+        self._awaiting, self._evaluated_step = False, self.step
+        self._saved = -1  # a checkpoint of this step, if there is one, lacks the result
         self.last_metrics = dict(metrics)
         self._rates.evaluated(metrics, step=self.step)
         is_best = self.best.add(metrics, step=self.step)
         patience = self.config.patience
         if not is_best and patience is not None and self.best.evaluation.waited >= patience:
-            self._next_epoch()
+            if self._leases.exhausted:
+                self._next_epoch()
             self._stop = self._stop or "early-stopped"
         return is_best
 
@@ -257,11 +281,14 @@ class TrainingPlan:
     @property
     def num_steps(self) -> int:
         """Steps of the whole run, if the batch stays the same."""
-        epochs, batch = self.config.epochs - self.epoch, self.batch_size
-        if epochs <= 0:
-            return self.step
-        left = math.ceil(len(self._leases.free) / batch)
-        return self.step + left + (epochs - 1) * math.ceil(self.config.num_samples / batch)
+        if (last_step := self.config.last_step) is not None:
+            return max(self.step, last_step)
+        (epoch, samples), batch = self.config.end, self.batch_size
+        if self.epoch >= epoch:
+            return self.step + math.ceil(max(0, self._samples_left or 0) / batch)
+        left = math.ceil(len(self._leases.free) / batch) + math.ceil(samples / batch)
+        whole = epoch - self.epoch - 1
+        return self.step + left + whole * math.ceil(self.config.num_samples / batch)
 
     def take_changes(self) -> list[RateChange]:
         """Changes of the learning rate and the batch since the last call."""
@@ -291,7 +318,7 @@ class TrainingPlan:
             "step": self.step,
             "num_samples": self.config.num_samples,
             "committed": [list(piece) for piece in done.committed.to_list()],
-            "evaluated": self._evaluated,
+            "evaluated": self._evaluated_step == self.step,
             "monitor": str(self.config.monitor),
             "best": self.best.state(),
             "last_metrics": self.last_metrics,
@@ -300,16 +327,49 @@ class TrainingPlan:
 
     @property
     def _checkpoint_due(self) -> bool:
-        every = self.config.checkpoint_every
-        return bool(every and self.step and self.step % every == 0 and self._saved != self.step)
+        every, step = self.config.checkpoint_every, self.step
+        is_best = self.best.evaluation.metrics is not None and self.best.evaluation.step == step
+        return self._saved != step and (is_best or bool(every and step and step % every == 0))
+
+    @property
+    def _finished(self) -> bool:
+        """If true, all of the training is dispatched and evaluated."""
+        if (last_step := self.config.last_step) is not None:
+            return self.step >= last_step and not self._evaluation_due
+        return self._position >= self.config.end and not self._evaluation_due
+
+    @property
+    def _position(self) -> tuple[int, int]:
+        """The epoch, and how many of its samples are dispatched."""
+        return self.epoch, self.config.num_samples - len(self._leases.free)
+
+    @property
+    def _samples_left(self) -> int | None:
+        """Samples of this epoch until the end of the training; None if that is not in this epoch."""
+        epoch, samples = self.config.end
+        if self.config.last_step is not None or self.epoch < epoch:
+            return None
+        return samples - self._position[1] if self.epoch == epoch else 0
+
+    def _room(self, most: int) -> int:
+        """How many steps there are until something else is due, at most `most`."""
+        config = self.config
+        every = [config.checkpoint_every, config.eval_steps if config.has_eval else 0]
+        rooms = [number - self.step % number for number in every if number]
+        if config.last_step is not None:
+            rooms.append(config.last_step - self.step)
+        if (room := self._rates.room(num_open=len(self._open))) is not None:
+            rooms.append(room)
+        return min([most, *rooms])
 
     def _steps(self, max_steps: int) -> TrainSteps:
         plans: list[StepPlan] = []
-        room = self._rates.room(num_open=len(self._open))
-        most = max_steps if room is None else min(max_steps, room)
-        while len(plans) < most and not self._leases.exhausted:
+        most = self._room(max_steps)
+        while len(plans) < most and not self._leases.exhausted and self._samples_left != 0:
             self.step += 1
-            ranges = tuple(self._leases.take(self.batch_size))
+            left = self._samples_left
+            samples = self.batch_size if left is None else min(self.batch_size, left)
+            ranges = tuple(self._leases.take(samples))
             factor = self._rates.factor(self.step)
             plans.append(StepPlan(self.step, self.epoch, ranges, factor, self._tick()))
         self._open.update((plan.step, plan) for plan in plans)
@@ -330,18 +390,30 @@ class TrainingPlan:
         whole = (config.num_samples - left) // config.batch_size
         return self.epoch * config.steps_per_epoch + (whole if left else config.steps_per_epoch)
 
+    @property
     def _evaluation_due(self) -> bool:
-        if not self.config.has_eval:
+        config, step = self.config, self.step
+        if not config.has_eval or not step or self._evaluated_step == step:
             return False
-        number = self.epoch + 1
-        return number % self.config.eval_every == 0 or number == self.config.epochs
+        if self._at_end:
+            return True
+        if config.eval_steps:
+            return step % config.eval_steps == 0
+        return self._leases.exhausted and (self.epoch + 1) % config.eval_every == 0
+
+    @property
+    def _at_end(self) -> bool:
+        """If true, the last step of the training was just dispatched."""
+        if (last_step := self.config.last_step) is not None:
+            return self.step == last_step
+        epoch, samples = self._position
+        if self._leases.exhausted:
+            return (epoch + 1, 0) == self.config.end
+        return samples > 0 and (epoch, samples) == self.config.end
 
     def _next_epoch(self) -> None:
         self.epoch += 1
-        self._evaluated = False
         self._leases = Leases(self.config.num_samples)
-        if self.epoch >= self.config.epochs:
-            self._stop = self._stop or "finished"
 
     def _checkpoint(self) -> Checkpoint | Wait:
         if self._open and self._rates.counts_losses:

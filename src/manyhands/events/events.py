@@ -7,7 +7,7 @@
         ViewChanged                         the members from now on
         repeat:
             StepCommitted*                  samples per member, loss
-            Evaluated?                      on all workers, after an epoch
+            Evaluated?                      on all workers, after an epoch or a number of steps
             RateChanged?                    new factor of the learning rate, new batch size
             CheckpointSaved?
             Noticed*                        a note for the user; no action needed
@@ -73,8 +73,10 @@ class MemberReady(Event):
     """Number of elements of the model's parameters."""
     train_samples: int
     eval_samples: int
+    """Samples of an evaluation."""
     batch_size: int
-    epochs: int
+    epochs: int | None
+    """None if the job trains for a number of steps."""
     steps: int
     """Global steps of the whole training."""
     unit: str = "samples"

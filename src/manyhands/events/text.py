@@ -6,6 +6,7 @@ Every console draws the same strings, so a terminal, a pipe and a log file show 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -142,18 +143,26 @@ def ready_rows(status: RunStatus) -> Rows:
         data = f"{plural(plan.train_samples, 'sample')} for training"
         if plan.eval_samples:
             data += f", {count(plan.eval_samples)} for evaluation"
-        steps = f"{plural(plan.steps, 'step')} of {plural(plan.batch_size, 'sample')}"
         rows.append(("model", f"{short(plan.parameters)} parameters"))
         for name, summary in plan.tables.items():
             rows.append(("table", clean(f"{name}: {summary}")))
         rows.append(("data", data))
-        rows.append(("training", f"{plural(plan.epochs, 'epoch')}, {steps}"))
+        rows.append(("training", _length(plan)))
         if plan.monitor:
             rows.append(("best", clean(direction(plan.monitor))))
     if status.ready:
         transport = f", {view.transport}" if view and view.transport != "none" else ""
         rows.append(("devices", clean(_devices(status.ready.values()) + transport)))
     return rows + placement_rows(view)
+
+
+def _length(plan: events.MemberReady) -> str:
+    """Describe how long the training is."""
+    steps = f"{plural(plan.steps, 'step')} of {plural(plan.batch_size, 'sample')}"
+    if plan.epochs is not None:
+        return f"{plural(plan.epochs, 'epoch')}, {steps}"
+    whole = math.ceil(plan.train_samples / plan.batch_size)
+    return f"{steps} ({_epochs(plan.steps / whole)})"
 
 
 def direction(monitor: str) -> str:
@@ -222,7 +231,6 @@ class Progress:
 
 def progress(status: RunStatus) -> Progress:
     plan, recent = status.plan, status.recent
-    epochs = f"/{plan.epochs}" if plan else ""
     total = f"/{count(status.num_steps)}" if plan else ""
     figures = [] if status.loss is None else [f"loss {figure(status.loss)}"]
     seconds = sum(step.step_s for step in recent)
@@ -239,7 +247,7 @@ def progress(status: RunStatus) -> Progress:
     if status.saved_step:
         figures.append(f"saved {count(status.saved_step)}")
     return Progress(
-        epoch=f"epoch {status.epoch + 1}{epochs}",
+        epoch=_epoch(status.epoch, plan),
         steps=f"{count(status.step)}{total}",
         done=status.done,
         figures=tuple(figures),
@@ -252,9 +260,13 @@ def progress_line(status: RunStatus) -> str:
 
 
 def evaluation_line(event: events.Evaluated, status: RunStatus) -> str:
-    epochs = f"/{status.plan.epochs}" if status.plan else ""
-    head = f"epoch {event.epoch + 1}{epochs}  step {count(event.step)}  eval "
+    head = f"{_epoch(event.epoch, status.plan)}  step {count(event.step)}  eval "
     return clean(f"{head}{_figures(event.metrics)}")
+
+
+def _epoch(epoch: int, plan: events.MemberReady | None) -> str:
+    total = f"/{plan.epochs}" if plan and plan.epochs is not None else ""
+    return f"epoch {epoch + 1}{total}"
 
 
 def rate_line(event: events.RateChanged, status: RunStatus) -> str:

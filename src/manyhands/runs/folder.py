@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.errors import ProtocolError, RunFolderError
+from manyhands.job_length import source_of
 from manyhands.runs.files import opened_here, write_json
 from manyhands.transport.fields import read, write
 
@@ -176,7 +177,7 @@ class RunFolder:
         """Save the job's class and hyperparameters, and where each came from, once a worker has loaded it."""
         if (self.path / CONFIG).is_file():
             noted = {
-                name: {"value": value, "from": "--set" if name in settings else "job file"}
+                name: {"value": value, "from": source_of(name, settings)}
                 for name, value in fields.items()
             }
             config = self.config

@@ -211,6 +211,30 @@ def reports_the_bytes_it_sends(case: Case, folder: Path) -> None:
     assert said == pytest.approx(sent, rel=0.1, abs=50_000)
 
 
+def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
+    """Train for a number of steps, and kill a worker on the way: the run ends, and is evaluated, at exactly
+    the steps that were asked for."""
+    run, steps, due = folder / "run", 17, [5, 10, 15, 17]
+    length = {"steps": steps, "eval_every": "5 steps", "eval_samples": 20}
+    arguments = case.arguments("Regression", run, "--checkpoint-every", "4", **length, pause_s=0.05)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(7)
+        running.kill(f"worker-{case.workers - 1}")
+        done = running.wait(code=0)
+    assert done.of("MemberLost"), "the run ended before the kill"
+    assert [record["step"] for record in done.steps] == list(range(1, steps + 1))
+    uses = {epoch: sorted(positions) for epoch, positions in done.uses_by_epoch().items()}
+    whole = list(range(SAMPLES))
+    assert uses == {0: whole, 1: whole, 2: whole[: (steps - 2 * 7) * BATCH]}
+    found = {event["step"]: event for event in done.of("Evaluated")}
+    assert sorted(found) == due
+    assert {event["samples"] for event in found.values()} == {20}
+    if case.equals_single:
+        reference = _reference("Regression", tuple(sorted({**case.fields, **length}.items())))
+        for step, expected in zip(due, reference.metrics, strict=True):
+            assert found[step]["metrics"] == pytest.approx(expected, rel=1e-4)
+
+
 CHECKS = (
     equals_single,
     equals_single_with_accumulation,
@@ -219,6 +243,7 @@ CHECKS = (
     survives_a_kill,
     begins_again,
     counts_every_sample_once,
+    ends_and_evaluates_in_steps,
     reports_the_bytes_it_sends,
 )
 """All checks. `resumes_as` takes a second case."""

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from manyhands.compute.evaluation import evaluate
+from manyhands.compute.evaluation import EvalSamples, evaluate
 from manyhands.compute.feed import Feed, Share, check_dataset
 from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
@@ -40,7 +40,8 @@ from manyhands.hosts.devices import describe_device, device_id, pick_device
 from manyhands.hosts.member import Member
 from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import Seat, View
-from manyhands.job import Job, load_job, total_steps
+from manyhands.job import Job, load_job
+from manyhands.job_length import steps_per_epoch, total_steps
 from manyhands.measure import registered
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, not_finite
@@ -72,11 +73,17 @@ class Worker:
         self.data = self.job.data()
         check_dataset(self.job, "data", self.data)
         seed_loading(self.job.seed, "eval_data")
-        self.eval_data = self.job.eval_data()
-        if self.eval_data is not None:
-            check_dataset(self.job, "eval_data", self.eval_data)
+        self.eval_samples: EvalSamples | None = None
+        if (eval_data := self.job.eval_data()) is not None:
+            check_dataset(self.job, "eval_data", eval_data)
+            self.eval_samples = EvalSamples.of(self.job, eval_data)
         num_steps = total_steps(self.job, len(self.data))
-        train_state = TrainState.of(self.job, device=device, num_steps=num_steps)
+        train_state = TrainState.of(
+            self.job,
+            device=device,
+            num_steps=num_steps,
+            steps_per_epoch=steps_per_epoch(self.job, len(self.data)),
+        )
         self.train_state = train_state
         train_state.activity = member.activity
         loaders = None
@@ -120,7 +127,7 @@ class Worker:
             torch=torch.__version__,
             parameters=sum(p.numel() for p in model.parameters()),
             train_samples=len(self.data),
-            eval_samples=0 if self.eval_data is None else len(self.eval_data),
+            eval_samples=len(self.eval_samples or ()),
             unit=self.job.unit(),
             optimizer=describe_optimizer(model, self.train_state.optimizer),
             notes=self.train_state.notes,
@@ -280,14 +287,14 @@ class Worker:
 
     def _evaluate(self, part: tuple[float, float, float]) -> None:
         self._drain()
-        assert self.eval_data is not None
+        assert self.eval_samples is not None
         started = time.perf_counter()
         model = self.learner.eval_model()
         with self.member.activity.during(EVALUATING):
             found = evaluate(
                 self.job,
                 model,
-                self.eval_data,
+                self.eval_samples,
                 part=part,
                 device=self.me.device,
                 progress=self._tick_and_check_view,
@@ -330,10 +337,9 @@ class Worker:
 
     def _try_metrics(self) -> list[str]:
         """The names of the metrics, from a small evaluation: errors in it show before training."""
-        if self.eval_data is None:
+        if self.eval_samples is None:
             return []
-        first = range(min(self.job.batch_size, len(self.eval_data)))
-        few = torch.utils.data.Subset(self.eval_data, first)
+        few = self.eval_samples.first(self.job.batch_size)
         part = evaluate(self.job, self.train_state.model, few, device=self.me.device)
         return list(part["sums"])
 

@@ -41,7 +41,8 @@ class ServerProgram:
     def __init__(self, member: Member) -> None:
         from manyhands.compute.seeds import seed_loading
         from manyhands.compute.train_state import TrainState
-        from manyhands.job import load_job, total_steps
+        from manyhands.job import load_job
+        from manyhands.job_length import total_steps
         from manyhands.ps.config import ParameterServer
         from manyhands.ps.node import PsNode
         from manyhands.strategies.registry import make_strategy

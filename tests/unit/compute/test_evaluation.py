@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.compute.evaluation import evaluate
+from manyhands.compute.evaluation import EvalSamples, evaluate
 from manyhands.compute.measures import declared_by
 from manyhands.control.messages import EvaluationReport
 from manyhands.coordinator.progress import evaluation_of
@@ -21,7 +21,9 @@ DATA = torch.utils.data.TensorDataset(INPUTS, INPUTS[:, :2] + 1)
 
 
 def whole(job: Any, model: nn.Module, world: int = 1, data: Any = DATA) -> Any:
-    found = [evaluate(job, model, data, part=(r, r + 1, world), device="cpu") for r in range(world)]
+    samples = EvalSamples.of(job, data)
+    shares = [(r, r + 1, world) for r in range(world)]
+    found = [evaluate(job, model, samples, part=share, device="cpu") for share in shares]
     parts = [read(EvaluationReport, {"view": 1, "seconds": 0.0, **each}) for each in found]
     return evaluation_of(parts, declared_by(job))
 
@@ -91,3 +93,27 @@ def test_any_number_is_a_metric_and_a_weight(make_job: Any, number: Any) -> None
     job = make_job(metrics=lambda self, *_: {"it": number}, weight=lambda self, _: number)
     _, metrics = whole(job, nn.Linear(4, 2), world=2)
     assert metrics["it"] == pytest.approx(float(number))
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_a_few_samples_are_the_same_everywhere(make_job: Any, world: int) -> None:
+    """Chosen by the seed, whatever is evaluated by whom."""
+    model = nn.Linear(4, 2)
+    job = make_job(batch_size=2, eval_samples=4, seed=7, metrics=mean_error)
+    chosen = EvalSamples.of(job, DATA).indices(0, 4)
+    assert len(set(chosen.tolist())) == 4
+    samples, metrics = whole(job, model, world)
+    with torch.no_grad():
+        error = (model(INPUTS[chosen]) - DATA.tensors[1][chosen]).abs().mean()
+    assert samples == 4
+    assert metrics["error"] == pytest.approx(float(error))
+    assert torch.equal(EvalSamples.of(job, DATA).indices(0, 4), chosen)
+    others = [EvalSamples.of(make_job(eval_samples=4, seed=n), DATA) for n in range(8)]
+    assert len({tuple(other.indices(0, 4).tolist()) for other in others}) > 1
+
+
+def test_all_samples_may_be_named_and_no_more(make_job: Any) -> None:
+    model = nn.Linear(4, 2)
+    assert whole(make_job(eval_samples=7), model) == whole(make_job(), model)
+    with pytest.raises(JobError, match=r"eval_samples is 8, and the evaluation data has 7 samples"):
+        whole(make_job(eval_samples=8), model)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.compute.evaluation import evaluate
+from manyhands.compute.evaluation import EvalSamples, evaluate
 from manyhands.compute.feed import Share
 from manyhands.compute.gradients import StepReport, gradients, rehearse
 from manyhands.compute.measures import declared_by
@@ -72,13 +72,13 @@ def test_logged_values_are_metrics_of_an_evaluation(make_job: Any) -> None:
     job = logging(make_job, batch_size=4, metrics=lambda self, output, batch: {"one": 1.0})
     inputs = torch.arange(6.0).unsqueeze(1).expand(-1, 4)
     data = torch.utils.data.TensorDataset(inputs, torch.ones(6, 2))
-    found = evaluate(job, nn.Linear(4, 2), data, device="cpu")
+    found = evaluate(job, nn.Linear(4, 2), EvalSamples(data), device="cpu")
     assert list(found["sums"]) == ["loss", "one", "inputs"]
     assert combine([found["sums"]], {})["inputs"] == pytest.approx(2.5)
     same = logging(
         make_job, name="one", value=7.0, metrics=lambda self, output, batch: {"one": 1.0}
     )
-    found = evaluate(same, nn.Linear(4, 2), data, device="cpu")
+    found = evaluate(same, nn.Linear(4, 2), EvalSamples(data), device="cpu")
     assert combine([found["sums"]], {})["one"] == 1.0
 
 
@@ -168,7 +168,7 @@ def test_declared_rules_hold_in_an_evaluation(make_job: Any) -> None:
     inputs = torch.arange(6.0).unsqueeze(1).expand(-1, 4)
     data = torch.utils.data.TensorDataset(inputs, torch.ones(6, 2))
     parts = [
-        evaluate(job, nn.Linear(4, 2), data, part=part, device="cpu")["sums"]
+        evaluate(job, nn.Linear(4, 2), EvalSamples(data), part=part, device="cpu")["sums"]
         for part in ((0, 2, 3), (2, 3, 3))
     ]
     values = combine(parts, declared_by(job))

@@ -8,6 +8,7 @@ import pytest
 from torch.optim import lr_scheduler
 
 from manyhands.compute.train_state import TrainState
+from manyhands.errors import JobError
 
 EPOCHS, STEPS = 90, 9_000
 
@@ -101,3 +102,33 @@ def test_a_rate_that_vanishes_early_gives_a_hint(make_job: Any) -> None:
     )
     assert note.startswith("StepLR lowers the learning rate to")
     assert "in 210 of 250 steps" in note
+
+
+@pytest.mark.parametrize(
+    ("schedule", "says"),
+    [
+        (lambda o, n: lr_scheduler.StepLR(o, 30), "For epochs, write  step_size=30 * 100."),
+        (
+            lambda o, n: lr_scheduler.MultiStepLR(o, [60, 30]),
+            "For epochs, write  milestones=[m * 100 for m in [30, 60]].",
+        ),
+        (
+            lambda o, n: lr_scheduler.ExponentialLR(o, 0.95),
+            "make it a function of  step / 100  (ExponentialLR: gamma ** (1 / 100)).",
+        ),
+    ],
+)
+def test_hints_of_a_job_that_trains_for_steps(make_job: Any, schedule: Any, says: str) -> None:
+    job = make_job(steps=STEPS, schedule=lambda self, o, n: schedule(o, n))
+    state = TrainState.of(job, device="cpu", num_steps=STEPS, steps_per_epoch=100)
+    assert says in state.notes[0]
+    fitting = make_job(steps=STEPS, schedule=lambda self, o, n: lr_scheduler.StepLR(o, n // 3))
+    assert not TrainState.of(fitting, device="cpu", num_steps=STEPS, steps_per_epoch=100).notes
+
+
+def test_a_schedule_that_needs_the_epochs_of_a_job_that_has_none(make_job: Any) -> None:
+    cosine = lambda self, o, n: lr_scheduler.StepLR(o, n // self.epochs)  # noqa: E731
+    with pytest.raises(
+        JobError, match=r"trains for steps=50, so self.epochs is None. Count in  num_"
+    ):
+        TrainState.of(make_job(steps=50, schedule=cosine), device="cpu", num_steps=50)

@@ -63,6 +63,7 @@ class SimulatedWorkers:
         self.weights: list[tuple[PartKey, list[Sample]]] = []
         self.committed: list[StepCommitted] = []
         self.evaluations: list[int] = []
+        """The steps of those that came to a result."""
         self.rests = 0
         self.redone = 0
         self._agendas: dict[str, deque[Order]] = {}
@@ -157,7 +158,7 @@ class SimulatedWorkers:
                 return
             self._copy(name, order.step)
         elif isinstance(order, EvaluateOrder):
-            self._evaluate(name)
+            self._evaluate(name, order.step)
         elif isinstance(order, RestOrder):
             self.rests += 1
         agenda.popleft()
@@ -198,12 +199,14 @@ class SimulatedWorkers:
             self.committed.append(step.event)
         self.checkpoint_tracker.commit_written(self.training_plan)
 
-    def _evaluate(self, name: str) -> None:
+    def _evaluate(self, name: str, step: int) -> None:
+        """The weights are those of its step, exactly."""
+        assert {key[0] for key, _ in self.weights} == set(range(1, step + 1))
         self._evaluated.add(name)
         if self._evaluated == set(self.dispatcher.workers):
             self._evaluated = set()
             if self.training_plan.awaiting:
-                self.evaluations.append(self.training_plan.epoch)
+                self.evaluations.append(step)
                 self.training_plan.evaluated({"loss": 1.0 / (1 + self.training_plan.epoch)})
             self.dispatcher.evaluated()
 

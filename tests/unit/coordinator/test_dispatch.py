@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_driver import due
 from simulated_workers import SimulatedWorkers, row
 from traits import Lockstep, ManyParts, WorkQueue
 
@@ -36,7 +37,9 @@ plan_configs = st.builds(
     num_samples=st.integers(1, 40),
     batch_size=st.integers(1, 15),
     epochs=st.integers(1, 3),
+    steps=st.none() | st.integers(1, 20),
     eval_every=st.integers(1, 2),
+    eval_steps=st.integers(0, 5),
     has_eval=st.booleans(),
     checkpoint_every=st.integers(0, 4),
 )
@@ -117,10 +120,12 @@ def play(
         )
         assert said == used, "the record is the truth"
         if simulation.dispatcher.finishing == "finished":
-            assert used.total() == plan_config.num_samples * plan_config.epochs
-            every, last = plan_config.eval_every, plan_config.epochs - 1
-            due = [e for e in range(plan_config.epochs) if (e + 1) % every == 0 or e == last]
-            assert simulation.evaluations == (due if plan_config.has_eval else [])
+            if plan_config.steps is None:
+                assert used.total() == plan_config.num_samples * plan_config.epochs
+            else:
+                assert len(steps) == plan_config.steps
+            if not plan_config.by_samples:
+                assert simulation.evaluations == due(plan_config)
         # Only the writer's last words are still on their way.
         simulation.checkpoint_tracker.commit_written(training_plan)
         if simulation._writing is not None:

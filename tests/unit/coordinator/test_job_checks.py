@@ -109,3 +109,15 @@ def test_the_plan_config_has_the_rules() -> None:
     without = plan_config_of(facts(metrics=(), plateau="patience=2"), OPTIONS)
     assert without.plateau == Plateau(patience=2, watch="min train_loss")
     assert plan_config_of(facts(), OPTIONS).plateau is None
+
+
+def test_the_plan_config_has_the_length_and_the_interval() -> None:
+    by_epochs = plan_config_of(facts(eval_every="3 epochs"), OPTIONS)
+    assert (by_epochs.epochs, by_epochs.steps, by_epochs.eval_every) == (2, None, 3)
+    by_steps = plan_config_of(facts(epochs=None, steps=50, eval_every="20 steps"), OPTIONS)
+    assert (by_steps.steps, by_steps.eval_steps, by_steps.num_steps) == (50, 20, 50)
+
+
+def test_a_number_of_evaluation_samples_needs_evaluation_data() -> None:
+    with pytest.raises(JobError, match=r"eval_samples=5 needs samples.*--set eval_samples=none"):
+        check_job(facts(metrics=(), eval_samples=5), workers=1)

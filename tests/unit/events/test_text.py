@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -214,3 +215,17 @@ def test_another_batch_makes_another_number_of_steps(
     status.fold(back)
     said = text.rate_line(back, status)
     assert said == "step 8: learning rate x 1, batches of 32 samples (2 workers)"
+
+
+def test_a_training_of_a_number_of_steps_has_no_last_epoch(start: list[ev.Event]) -> None:
+    by_steps = [
+        replace(event, epochs=None, steps=25) if isinstance(event, ev.MemberReady) else event
+        for event in start
+    ]
+    status = fold(by_steps)
+    assert ("training", "25 steps of 32 samples (2.5 epochs)") in text.ready_rows(status)
+    assert text.progress(status).epoch == "epoch 1"
+    evaluated = ev.Evaluated(
+        step=25, epoch=2, samples=64, metrics={"loss": 0.5}, best=True, seconds=0.1
+    )
+    assert text.evaluation_line(evaluated, status) == "epoch 3  step 25  eval loss 0.5000"
