@@ -38,7 +38,7 @@ def number_or_range(text: str) -> int | str:
 
 
 WANTED = PARSED | {number_or_range: "a number, such as 4, or MIN:MAX (MIN at least 1), such as 2:4"}
-"""What parsers of options accept, in words for errors."""
+"""Values that parsers of options accept, in words for errors."""
 
 
 class Resolved:

@@ -43,9 +43,9 @@ from manyhands.runs.checkpoints import Manifest
 from manyhands.threads import describe
 
 POLL_S = 0.1
-"""How long the loop waits for an event before it checks timeouts."""
+"""Time for which the loop waits for an event before it checks timeouts."""
 COPY_S = 2.0
-"""How long a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
+"""Time for which a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
 
 
 class Driver:

@@ -83,7 +83,7 @@ class FaultSpec:
 def possible_targets(
     clause: FaultClause, workers: Sequence[str], servers: Sequence[str]
 ) -> list[str]:
-    """The members that a clause may hit: a kill leaves enough of them to continue."""
+    """Return the members that a clause may hit: a kill leaves enough of them to continue."""
     if clause.fault == KILL:
         can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
         workers, servers = workers if can_die[0] else (), servers if can_die[1] else ()
@@ -135,7 +135,7 @@ def parse_chaos(text: str) -> FaultSpec:
 
 
 def show_duration(seconds: float) -> str:
-    """A duration as it is parsed: 500ms, 2s, 1m."""
+    """Return a duration as it is parsed: 500ms, 2s, 1m."""
     ms = round(seconds * 1_000)
     if ms % 60_000 == 0:
         return f"{ms // 60_000}m"
