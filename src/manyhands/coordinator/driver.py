@@ -273,6 +273,8 @@ class Driver:
                 self.failures.on_beat(member, message)
                 ticked = self.coordinator.members[member].ticked
                 self._last_progress = max(self._last_progress, ticked)
+                if self.plan is not None and self.plan.awaiting:
+                    self.membership.recovery_clock.active(ticked)
             case Failed():
                 self.failures.on_failed(member, message)
             case Bye() if not self.membership.leaving:

@@ -15,6 +15,7 @@ import time
 
 from manyhands.control.messages import Assignment
 from manyhands.coordinator.context import RunContext
+from manyhands.coordinator.recovery_clock import RecoveryClock
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.unreached import UnreachedPeers
 from manyhands.coordinator.views import Views
@@ -39,8 +40,7 @@ class Membership:
         self._coordinator = context.coordinator
         self._options = context.options
         self._stream = context.stream
-        self._first_death: float | None = before._first_death if before else None
-        """Time of the first death since the last view became active."""
+        self.recovery_clock: RecoveryClock = before.recovery_clock if before else RecoveryClock()
         self._reasons: dict[str, str] = {}
         """Reasons why members are about to end."""
         self._disconnected: dict[str, float] = {}
@@ -54,12 +54,10 @@ class Membership:
         """If true, all members may start again from a checkpoint."""
         return self.num_full_restarts < self._options.max_restarts
 
-    def finish_view_change(self) -> float | None:
-        """Activate the view: all have joined. Returns the seconds since a death, if that was the reason."""
+    def finish_view_change(self) -> None:
+        """Activate the view: all have joined."""
         self.num_replaced += self.views.activate()
         self._unreached.clear()
-        first_death, self._first_death = self._first_death, None
-        return None if first_death is None else time.monotonic() - first_death
 
     def dismiss(self) -> None:
         """Note that all members leave."""
@@ -171,7 +169,7 @@ class Membership:
 
     def _count_loss(self, member: str, reason: str, *, num_workers: int) -> None:
         """`num_workers`: how many are left."""
-        self._first_death = self._first_death or time.monotonic()
+        self.recovery_clock.lost(time.monotonic())
         self.num_lost += 1
         self.pool.num_changes += 1
         view = self._coordinator.view.number if self._coordinator.view else 0
