@@ -10,18 +10,18 @@ import gc
 from manyhands.control.messages import Assignment
 from manyhands.hosts.member import Member
 from manyhands.transport.fields import read
-from manyhands.worker.program import run
+from manyhands.worker.program import loading, run
 
 
 def live(member: Member) -> None:
-    from manyhands.strategies.registry import make_strategy
-    from manyhands.worker.loop import Worker
+    with loading():
+        from manyhands.strategies.registry import make_strategy
+        from manyhands.worker.loop import Worker
 
     with member.phase("loading the job"):
         learner = make_strategy(read(Assignment, member.assignment).strategy).build()
         worker = Worker(member, learner)
-    # Modules and the job stay until the end. A full collection of them would take 0.1 s of some step.
-    gc.freeze()
+    gc.freeze()  # the job stays, too
     with member.phase("waiting for orders"):
         worker.run()
 
