@@ -41,7 +41,7 @@ def start_timer(
 
 
 def fail_process(error: BaseException) -> None:
-    """Report a failure of the whole process: an `on_error` for threads on which it depends."""
+    """An `on_error` for threads on which the whole process depends."""
     _on_process_failure(error)
 
 

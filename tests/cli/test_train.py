@@ -22,7 +22,7 @@ SUMMARY_KEYS = {
     *("outcome", "strategy", "workers", "steps", "samples", "epochs", "wall_s", "samples_per_s"),
     *("final_metrics", "best_metrics", "bytes_sent", "checkpoint", "error"),
     *("pushes", "staleness", "lost", "replaced", "begun_again", "injected"),
-    *("chaos", "monitor"),
+    *("chaos", "monitor", "limit"),
 }
 
 

@@ -33,6 +33,8 @@ class Digest:
     workers: Any
     started: str
     outcome: str
+    limit: str | None
+    """The flag that ended it, if the outcome is "limit"."""
     error: str | None
     seconds: float
     """Over all starts."""
@@ -126,6 +128,7 @@ def digest(run: RunFolder, *, with_steps: bool) -> Digest:
         workers=options["workers"]["value"],
         started=str(config.get("created", "")),
         outcome=str(known.get("outcome") or (TRAINS if trains else CUT_OFF)),
+        limit=known.get("limit"),
         error=known.get("error") or history.failure,
         seconds=history.seconds or known.get("wall_s") or 0.0,
         step=known["steps"] if known.get("steps") is not None else history.step,

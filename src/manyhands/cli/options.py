@@ -16,6 +16,7 @@ from manyhands.coordinator.fault_spec import EXAMPLE, FaultSpec, check, parse_ch
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.stuck import STUCK_AFTER_S
 from manyhands.errors import UsageError, check_choice
+from manyhands.events.units import parse_time
 from manyhands.hosts.devices import check_device
 from manyhands.hosts.environment import PREFIX, option
 from manyhands.hosts.launchers.local import cores
@@ -37,8 +38,11 @@ def number_or_range(text: str) -> int | str:
     return text
 
 
-WANTED = PARSED | {number_or_range: "a number, such as 4, or MIN:MAX (MIN at least 1), such as 2:4"}
-"""Values that parsers of options accept, in words for errors."""
+WANTED = PARSED | {
+    parse_time: "a time with its unit, such as 90s, 10m or 1h30m",
+    number_or_range: "a number, such as 4, or MIN:MAX (MIN at least 1), such as 2:4",
+}
+"""What parsers of options accept, in words for errors."""
 
 
 class Resolved:
@@ -70,7 +74,7 @@ class Resolved:
                 value = parse(value)
             except ValueError:
                 raise UsageError(f"{given}: it must be {WANTED[parse]}.") from None
-        if least is not None and value < least:
+        if least is not None and value is not None and value < least:
             raise UsageError(f"{given}: it must be at least {least}.")
         self.sources[name] = {
             "value": str(value) if isinstance(value, Path) else value,
@@ -87,6 +91,7 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how")
     _add_worker_flags(group)
     _add_batch_flags(group)
+    _add_end_flags(parser.add_argument_group("when to stop"))
     _add_fault_flags(group)
     add_place_flags(parser)
     _add_output_flags(parser.add_argument_group("saving and output"))
@@ -150,6 +155,22 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
         "--scale-warmup STEPS",
         f"with --scale-batch: raise the learning rate over this many steps (default: {WARMUP}); lowering it "
         "takes effect at once",
+    )
+
+
+def _add_end_flags(group: argparse._ArgumentGroup) -> None:
+    add = partial(_add, group)
+    group.description = (
+        "The length of the training is the job's: --set epochs=N or --set steps=N. Its learning-rate\n"
+        "schedule is made for that. These flags stop earlier and leave the schedule alone:"
+    )
+    add(
+        "--max-steps N",
+        "stop after N steps of this start, save a checkpoint and exit with 0; manyhands resume continues",
+    )
+    add(
+        "--max-time TIME",
+        "the same after a time, such as 90s, 10m or 1h30m, since the command was started",
     )
 
 
@@ -243,6 +264,8 @@ def resolve_options(
         min_workers=minimum,
         max_restarts=resolved.get("max_restarts", 3, int, least=0),
         max_bad_steps=resolved.get("max_bad_steps", MAX_BAD_STEPS, int, least=0),
+        max_steps=resolved.get("max_steps", None, int, least=1),
+        max_time_s=resolved.get("max_time", None, parse_time),
         stuck_after_s=0.0 if debug else stuck_after,  # a debugger stops the worker for any time
         equal_shares=resolved.get("equal_shares", False, parse_bool),
         scaling=_scaling(resolved, config, count),

@@ -105,12 +105,12 @@ def _rows(run: Digest, *, bars: str) -> Iterator[tuple[str, str]]:
 
 
 def _outcome(run: Digest) -> str:
-    total = run.history.num_steps
+    total, outcome = run.history.num_steps, run.outcome + (f" ({run.limit})" if run.limit else "")
     if run.outcome in DONE or not total:
         return f"{run.outcome}, {duration(run.seconds)}"
     done = f"step {count(run.step)} of {count(total)} ({run.step / total:.0%})"
     since = "for" if run.outcome == TRAINS else "after"
-    return f"{run.outcome}, {since} {duration(run.seconds)}: {done}"
+    return f"{outcome}, {since} {duration(run.seconds)}: {done}"
 
 
 def _figures(metrics: Any) -> str:

@@ -41,6 +41,9 @@ examples:
   manyhands train job.py --strategy single --run-dir runs/reference
   manyhands train job.py --debug        breakpoint() in the job gets the terminal
   manyhands train job.py --init-from runs/first:best    start with the weights of another run
+  manyhands train job.py --set steps=5000 --set eval_every="200 steps"
+                                        for 5,000 steps, whatever the number of epochs
+  manyhands train job.py --max-time 50m   stop in time; manyhands resume continues
   manyhands train job.py --check        test job, strategy and cluster without training
   manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
                                         four times the batch and learning rate of one worker

@@ -1,4 +1,4 @@
-"""Objects that all parts of a run share."""
+"""What all parts of a run share."""
 
 from __future__ import annotations
 

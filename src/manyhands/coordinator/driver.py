@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from manyhands.control import messages
 from manyhands.coordinator import inbox, job_checks
@@ -43,9 +44,9 @@ from manyhands.runs.checkpoints import Manifest
 from manyhands.threads import describe
 
 POLL_S = 0.1
-"""Time for which the loop waits for an event before it checks timeouts."""
+"""How long the loop waits for an event before it checks timeouts."""
 COPY_S = 2.0
-"""Time for which a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
+"""How long a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
 
 
 class Driver:
@@ -128,6 +129,8 @@ class Driver:
             job_checks.check_same(first, other)
         saved = self._checkpoint.training_plan if self._checkpoint else None
         config = job_checks.plan_config_of(first, self.options, saved)
+        if self._before is not None and self._before.plan is not None:
+            config = replace(config, max_step=self._before.plan.config.max_step)
         for name, each in facts.items():
             self.stream.emit(job_checks.ready_event(name, each, config))
         self.run_stats.unit = first.unit
@@ -273,8 +276,6 @@ class Driver:
                 self.failures.on_beat(member, message)
                 ticked = self.coordinator.members[member].ticked
                 self._last_progress = max(self._last_progress, ticked)
-                if self.plan is not None and self.plan.awaiting:
-                    self.membership.recovery_clock.active(ticked)
             case Failed():
                 self.failures.on_failed(member, message)
             case Bye() if not self.membership.leaving:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manyhands.errors import UsageError, closest
+from manyhands.events.units import parse_time, show_time
 from manyhands.hosts.view import SERVER, WORKER
 
 KILL, PAUSE, CUT = "kill", "pause", "cut link"
@@ -52,7 +53,7 @@ class FaultTiming:
     def __str__(self) -> str:
         if self.kind == ONCE:
             return ONCE
-        value = str(int(self.value)) if self.kind == AFTER_STEP else show_duration(self.value)
+        value = str(int(self.value)) if self.kind == AFTER_STEP else show_time(self.value)
         return f"{self.kind} {value}"
 
 
@@ -66,7 +67,7 @@ class FaultClause:
     def __str__(self) -> str:
         words = [self.fault, f"of {self.target}" if self.fault == CUT else self.target]
         if self.length_s:
-            words.append(show_duration(self.length_s))
+            words.append(show_time(self.length_s))
         return " ".join([*words, str(self.timing)])
 
 
@@ -83,7 +84,7 @@ class FaultSpec:
 def possible_targets(
     clause: FaultClause, workers: Sequence[str], servers: Sequence[str]
 ) -> list[str]:
-    """Return the members that a clause may hit: a kill leaves enough of them to continue."""
+    """The members that a clause may hit: a kill leaves enough of them to continue."""
     if clause.fault == KILL:
         can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
         workers, servers = workers if can_die[0] else (), servers if can_die[1] else ()
@@ -134,16 +135,6 @@ def parse_chaos(text: str) -> FaultSpec:
     return FaultSpec(tuple(clauses), seed)
 
 
-def show_duration(seconds: float) -> str:
-    """Return a duration as it is parsed: 500ms, 2s, 1m."""
-    ms = round(seconds * 1_000)
-    if ms % 60_000 == 0:
-        return f"{ms // 60_000}m"
-    return f"{ms // 1_000}s" if ms % 1_000 == 0 else f"{ms}ms"
-
-
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m)")
 _NAME = re.compile(f"({WORKER}|{SERVER})-[0-9]+")
 
 
@@ -177,10 +168,11 @@ class _Words:
         return int(self._left.pop(0))
 
     def duration(self, example: str) -> float:
-        match = _DURATION.fullmatch(self.next)
-        seconds = round(float(match[1]) * _UNITS[match[2]], 3) if match else 0.0
-        if not 0 < seconds < 1e9:
-            raise self.error(f"{self._no('duration')}, such as 500ms, 2s or 1m.", example)
+        try:
+            seconds = parse_time(self.next)
+        except ValueError:
+            complaint = f"{self._no('duration')}, such as 500ms, 2s or 1m."
+            raise self.error(complaint, example) from None
         self._left.pop(0)
         return seconds
 

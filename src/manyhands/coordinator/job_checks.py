@@ -89,7 +89,7 @@ def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
 
 
 def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts) -> str:
-    """Return why the run can't have so many workers, with `present` now; empty if it can."""
+    """Why the run can't have so many workers, with `present` now; empty if it can."""
     config, samples = options.config, facts.train_samples
     if workers < 1:
         return "at least 1 is needed"
@@ -106,7 +106,7 @@ def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts)
 
 
 def monitor_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Monitor:
-    """Return the metric that decides which model is best. `saved`: the plan of a resumed run, which keeps its
+    """The metric that decides which model is best. `saved`: the plan of a resumed run, which keeps its
     direction."""
     text = facts.fields.monitor
     if not facts.metrics:
@@ -116,8 +116,7 @@ def monitor_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Mo
 
 
 def monitor_note(monitor: Monitor, facts: WorkerFacts) -> str:
-    """Return a note if a resumed run keeps a direction that the metric's name does not show; else an empty
-    string."""
+    """A note about a direction that a resumed run has kept and that its name does not tell; or empty."""
     text = facts.fields.monitor
     unsaid = text.strip() == monitor.name and lower_is_better(monitor.name) != monitor.lower
     if not facts.metrics or not unsaid:
@@ -127,7 +126,7 @@ def monitor_note(monitor: Monitor, facts: WorkerFacts) -> str:
 
 
 def plateau_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Plateau | None:
-    """Return the job's plateau rule, if it has one, with the name and direction of what it watches."""
+    """The job's plateau rule, if it has one, with the name and direction of what it watches."""
     fields, metrics = facts.fields, facts.metrics
     if not fields.plateau:
         return None
@@ -139,7 +138,7 @@ def plateau_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Pl
 def plan_config_of(
     facts: WorkerFacts, options: RunOptions, saved: Mapping[str, Any] | None = None
 ) -> PlanConfig:
-    fields = facts.fields
+    fields, step = facts.fields, (saved or {}).get("step", 0)
     every, unit = parse_interval(fields.eval_every)
     return PlanConfig(
         num_samples=facts.train_samples,
@@ -150,6 +149,7 @@ def plan_config_of(
         eval_steps=every if unit == STEPS else 0,
         has_eval=facts.eval_samples > 0,
         checkpoint_every=options.checkpoint_every,
+        max_step=None if options.max_steps is None else step + options.max_steps,
         monitor=monitor_of(facts, saved),
         patience=fields.patience,
         scaling=options.scaling,

@@ -15,7 +15,6 @@ import time
 
 from manyhands.control.messages import Assignment
 from manyhands.coordinator.context import RunContext
-from manyhands.coordinator.recovery_clock import RecoveryClock
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.unreached import UnreachedPeers
 from manyhands.coordinator.views import Views
@@ -36,13 +35,14 @@ class Membership:
         self.num_lost: int = before.num_lost if before else 0
         self.num_replaced: int = before.num_replaced if before else 0
         self.num_full_restarts: int = before.num_full_restarts + 1 if before else 0
-        """Number of restarts of all members from a checkpoint. Limited by `max_restarts`."""
+        """How often all members started again from a checkpoint. Limited by `max_restarts`."""
         self._coordinator = context.coordinator
         self._options = context.options
         self._stream = context.stream
-        self.recovery_clock: RecoveryClock = before.recovery_clock if before else RecoveryClock()
+        self._first_death: float | None = before._first_death if before else None
+        """Time of the first death since the last view became active."""
         self._reasons: dict[str, str] = {}
-        """Reasons why members are about to end."""
+        """Why a member is about to end."""
         self._disconnected: dict[str, float] = {}
         """Members whose link to the coordinator is lost, since when."""
         self._unreached = UnreachedPeers()
@@ -54,13 +54,15 @@ class Membership:
         """If true, all members may start again from a checkpoint."""
         return self.num_full_restarts < self._options.max_restarts
 
-    def finish_view_change(self) -> None:
-        """Activate the view: all have joined."""
+    def finish_view_change(self) -> float | None:
+        """Activate the view: all have joined. Returns the seconds since a death, if that was the reason."""
         self.num_replaced += self.views.activate()
         self._unreached.clear()
+        first_death, self._first_death = self._first_death, None
+        return None if first_death is None else time.monotonic() - first_death
 
     def dismiss(self) -> None:
-        """Note that all members leave."""
+        """All members leave."""
         self.leaving = True
         self.pool.dismiss_new()
 
@@ -72,11 +74,11 @@ class Membership:
         return member in self._reasons
 
     def disconnected(self, member: str) -> None:
-        """Note a lost link. The member ends itself, or is ended in a moment."""
+        """Its link is lost. It ends itself, or is ended in a moment."""
         self._disconnected.setdefault(member, time.monotonic())
 
     def reason(self, member: str, default: str) -> str:
-        """Return why it ended, if anything is known besides its exit code."""
+        """Why it ended, if anything is known besides its exit code."""
         return self._reasons.get(member, self._coordinator.members[member].handle.why or default)
 
     def end(self, name: str, reason: str) -> None:
@@ -87,8 +89,7 @@ class Membership:
             member.handle.kill()
 
     def lose(self, member: str, reason: str) -> bool:
-        """Form the next view after a death, at once. Returns False if the members that are left can't
-        recover."""
+        """A member has died: form the next view at once. False if those that are left can't recover."""
         roster, views, pool = self.roster, self.views, self.pool
         names = views.current.names
         left = [name for name in names if name != member and roster.is_alive(name)]
@@ -111,14 +112,14 @@ class Membership:
         return True
 
     def lose_all(self, member: str, reason: str) -> None:
-        """Note the loss of a member with which weights are lost."""
+        """With this member the weights are lost, or a part of them."""
         if self.roster.is_alive(member):
             self._stream.notice(f"{member}: {reason}")
         else:
             self._count_loss(member, reason, num_workers=0)
 
     def give_up(self, member: str, reason: str) -> None:
-        """Replace a new member that failed before it joined a view."""
+        """A new member failed before it had joined a view: replace it."""
         if member not in self.roster.new:
             return
         self.roster.new.discard(member)
@@ -130,8 +131,8 @@ class Membership:
         self.pool.replace(member)
 
     def reconnect(self, member: str, peer: str) -> None:
-        """Have all members of the view reconnect: two living members have lost their link. If that fails
-        repeatedly, leave one of the two out."""
+        """Two members lost their link, and both live: all of the view connect again. If that fails
+        repeatedly, one of the two is left out."""
         view = self.views.current
         if any(map(self.is_ending, view.names)):
             return  # a member is about to end, and the next view comes with that
@@ -169,7 +170,7 @@ class Membership:
 
     def _count_loss(self, member: str, reason: str, *, num_workers: int) -> None:
         """`num_workers`: how many are left."""
-        self.recovery_clock.lost(time.monotonic())
+        self._first_death = self._first_death or time.monotonic()
         self.num_lost += 1
         self.pool.num_changes += 1
         view = self._coordinator.view.number if self._coordinator.view else 0

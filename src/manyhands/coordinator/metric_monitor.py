@@ -64,14 +64,13 @@ LOSS = Monitor("loss", lower=True)
 
 
 def metric_name(text: str) -> str:
-    """Return the metric's name, without the direction."""
+    """The metric's name, without the direction."""
     return _split(text)[1]
 
 
 def read_monitor(text: str, *, option: str, saved: Monitor | None = None) -> Monitor:
-    """Return the metric that `text` names: with the direction that it states, else with the one that a
-    resumed run began with, else with that of its name. `option` shows how to write it, with {} for the
-    metric."""
+    """The metric that `text` names: with the direction that it states, else with the one that a resumed run
+    began with, else with that of its name. `option` shows how to write it, with {} for the metric."""
     mode, name = _split(text)
     if mode:
         return Monitor(name, mode == MIN)
@@ -88,7 +87,7 @@ def read_monitor(text: str, *, option: str, saved: Monitor | None = None) -> Mon
 
 
 def lower_is_better(name: str) -> bool | None:
-    """Return whether lower values of a metric with this name are better; None if the name does not say."""
+    """Whether lower values of a metric with this name are better; None if the name does not say."""
     words = re.findall(r"[a-z]+\d*|\d+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower())
     if NEGATING.intersection(words) or re.match(r"\s*(-|1\s*-)", name):
         return None
@@ -105,7 +104,7 @@ def lower_is_better(name: str) -> bool | None:
 
 
 def saved_monitor(plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
-    """Return the direction of this metric by which a saved plan has chosen its best model."""
+    """The direction of this metric by which a saved plan has chosen its best model."""
     plan = plan or {}
     if "monitor" in plan:
         mode, before = _split(plan["monitor"])
@@ -115,7 +114,7 @@ def saved_monitor(plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
 
 
 def formerly_lower(name: str) -> bool:
-    """Return the direction in runs of versions that did not save it."""
+    """The direction in runs of versions that did not save it."""
     return any(word in name.lower() for word in ("loss", "error", "perplexity"))
 
 

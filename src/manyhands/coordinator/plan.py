@@ -7,7 +7,8 @@
                           training, which may be in the middle of an epoch. The plan waits for the result
         Checkpoint?       every `checkpoint_every` steps, if asked for; and if the evaluation was the best
         Checkpoint        after each epoch
-    Stop                  at the end of the training or of the patience, or on request
+    Stop                  at the end of the training or of the patience, at the limit of this start, or on
+                          request
 
 Nothing is dispatched across an evaluation, a checkpoint or an end, so each is exact in steps. Steps may be
 committed in any order. Samples are counted, not steps: the state of a plan is the epoch, what is committed of
@@ -32,6 +33,9 @@ from manyhands.coordinator.plateau import Plateau
 from manyhands.errors import CheckpointError
 from manyhands.ranges import Range, Ranges, shares, split
 
+LIMIT = "limit"
+"""The reason of a stop at the limit of this start: the training is not over."""
+
 
 @dataclass(frozen=True)
 class PlanConfig:
@@ -49,6 +53,8 @@ class PlanConfig:
     has_eval: bool = True
     checkpoint_every: int = 0
     """Steps between checkpoints besides those after each epoch; 0 for none."""
+    max_step: int | None = None
+    """The last step of this start, wherever the training ends."""
     monitor: Monitor = LOSS
     patience: int | None = None
     scaling: Scaling = FIXED
@@ -182,10 +188,10 @@ class TrainingPlan:
             return order
         if self._saves_last and self._saved != self.step:
             return self._checkpoint()
-        return Stop("finished" if self._finished else self._stop or "finished")
+        return Stop("finished" if self._finished else self._stop or LIMIT)
 
     def _continue(self, max_steps: int) -> Order | None:
-        """The next order of the training; None at its end."""
+        """The next order of the training; None at its end, and at the limit of this start."""
         epoch_over = self._leases.exhausted
         if self._rates.mean_due(num_open=len(self._open), epoch_over=epoch_over):
             if self._open:
@@ -200,7 +206,7 @@ class TrainingPlan:
         if epoch_over:
             self._next_epoch()
             return self._checkpoint()
-        if self._finished:
+        if self._finished or self.limited:
             return None
         return self._checkpoint() if self._checkpoint_due else self._steps(max_steps)
 
@@ -267,6 +273,16 @@ class TrainingPlan:
         self._stop = self._stop or reason
         self._awaiting = False
         self._saves_last &= save
+
+    @property
+    def stopping(self) -> bool:
+        """If true, it was asked to stop, or is past the last step."""
+        return self._stop is not None or self._finished or self.limited
+
+    @property
+    def limited(self) -> bool:
+        """If true, the last step of this start is dispatched."""
+        return self.config.max_step is not None and self.step >= self.config.max_step
 
     @property
     def awaiting(self) -> bool:
@@ -356,8 +372,9 @@ class TrainingPlan:
         config = self.config
         every = [config.checkpoint_every, config.eval_steps if config.has_eval else 0]
         rooms = [number - self.step % number for number in every if number]
-        if config.last_step is not None:
-            rooms.append(config.last_step - self.step)
+        rooms += [
+            last - self.step for last in (config.last_step, config.max_step) if last is not None
+        ]
         if (room := self._rates.room(num_open=len(self._open))) is not None:
             rooms.append(room)
         return min([most, *rooms])

@@ -1,4 +1,4 @@
-"""Runs a job from options to summary: connects coordinator, driver, sinks and run folder.
+"""From options to a finished run: connects coordinator, driver, sinks and run folder.
 
 A run has one driver per start: when the weights are lost, all members start again from the last
 checkpoint.
@@ -18,7 +18,7 @@ from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.options import LaunchPlan, RunOptions
-from manyhands.coordinator.plan import TrainingPlan
+from manyhands.coordinator.plan import LIMIT, TrainingPlan
 from manyhands.errors import (
     Diverged,
     Interrupted,
@@ -29,6 +29,7 @@ from manyhands.errors import (
 )
 from manyhands.events import Console, JsonlSink, Queued, Sink, Stream, TensorBoardSink
 from manyhands.events.events import RunFinished, RunStarted
+from manyhands.events.units import show_time
 from manyhands.hosts.launchers.local import cores
 from manyhands.hosts.machine import versions
 from manyhands.hosts.stop_signals import on_stop_signals
@@ -38,9 +39,9 @@ from manyhands.runs.folder import EVENTS, RunFolder
 from manyhands.threads import on_process_failure
 
 FOLDER_CHECK_S = 1.0
-"""Interval of checks that the run folder still exists."""
+"""How often to check that the run folder still exists."""
 DONE = ("finished", "early-stopped")
-EXIT_CODES = {"finished": 0, "early-stopped": 0, "interrupted": 130, "preempted": 75}
+EXIT_CODES = {"finished": 0, "early-stopped": 0, LIMIT: 0, "interrupted": 130, "preempted": 75}
 
 
 def train(
@@ -215,7 +216,7 @@ def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> int:
 
 
 def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
-    """Return the content of summary.json. Steps, samples and epochs count the whole run, times this start."""
+    """The content of summary.json. Steps, samples and epochs count the whole run, times this start."""
     plan, stats, membership = driver.plan, driver.run_stats, driver.membership
     injector, checkpoint = driver.injector, driver.checkpoint_tracker.newest
     final: Mapping[str, float] = plan.last_metrics if plan else {}
@@ -225,6 +226,7 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
     best = plan.best.evaluation if plan else None
     return {
         "outcome": outcome,
+        "limit": _limit(driver) if outcome == LIMIT else None,
         "strategy": driver.options.strategy,
         "workers": driver.options.workers,
         "steps": plan.committed_step if plan else none,
@@ -241,14 +243,22 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
         "replaced": membership.num_replaced,
         "begun_again": membership.num_full_restarts,
         "injected": len(injector.faults) if injector else 0,
-        "chaos": injector.summary(finished=outcome in DONE) if injector else None,
+        "chaos": injector.summary(finished=outcome in (*DONE, LIMIT)) if injector else None,
         "checkpoint": checkpoint,
         "error": error,
     }
 
 
+def _limit(driver: Driver) -> str:
+    """The flag that ended this start, as it was typed."""
+    options, plan = driver.options, driver.plan
+    if plan is not None and plan.limited:
+        return f"--max-steps {options.max_steps}"
+    return f"--max-time {show_time(options.max_time_s or 0.0)}"
+
+
 def _advice(starts: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
-    """Return what to do after a run that was not finished, and the command that resumes it."""
+    """What to do after a run that was not finished, and the command that resumes it."""
     driver = starts[-1]
     command = f"manyhands resume {shlex.quote(str(driver.context.run.path))}"
     if place := driver.coordinator.launcher.again:

@@ -40,6 +40,11 @@ class RunStats:
         """If true, the members have joined, and training has begun."""
         return self._training_since is not None
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the first member of this start was started."""
+        return time.monotonic() - self._started
+
     def training(self) -> None:
         self._training_since = time.monotonic()
 
@@ -60,18 +65,18 @@ class RunStats:
         return was_finite and not self._finite
 
     def speed(self) -> dict[str, Any]:
-        """Return the times of this start, for the summary."""
+        """The times of this start, for the summary."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
         per_s = round(self.samples / training_s, 1) if training_s > 0 else None
         unit, each = self.unit
         return {
-            "wall_s": round(time.monotonic() - self._started, 3),
+            "wall_s": round(self.wall_s, 3),
             "samples_per_s": per_s,
             **({} if each == 1.0 or per_s is None else {"unit": unit, "units_per_s": per_s * each}),
         }
 
     def audit(self) -> dict[str, int] | None:
-        """Return the counts of applied and committed parts, which are equal. None without servers."""
+        """Shows that what is in the weights is what was committed, and once. None without servers."""
         if self.pushes is None:
             return None
         return {"applied": sum(self.pushes.values()), "committed": self.parts}

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
-
 from manyhands.control import messages
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.membership import Membership
-from manyhands.coordinator.plan import TrainingPlan
+from manyhands.coordinator.plan import LIMIT, TrainingPlan
 from manyhands.coordinator.progress import evaluation_of
-from manyhands.coordinator.recovery_clock import RecoveryTimes
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
 from manyhands.errors import JobError
 from manyhands.events import events
+from manyhands.events.units import show_time
 from manyhands.hosts.messages import LinkBroken, PeerRefused
 
 MAX_NOTE_CHARS = 500
@@ -45,6 +42,7 @@ class Training:
         self.dispatcher.progress.measures = {
             measure.name: measure for measure in membership.roster.facts.measures
         }
+        self._options = context.options
         self._run = context.run
         self._membership = membership
         self._checkpoint_tracker = checkpoint_tracker
@@ -85,13 +83,15 @@ class Training:
         dispatcher.catching_up, dispatcher.whole_steps = views.catching_up, views.whole_steps
         self._view = views.current.number
         self._evaluation, self._stopped = {}, set()
-        membership.finish_view_change()
-        clock, now = membership.recovery_clock, time.monotonic()
-        clock.joined(now, redone_steps=redone, steps_before=steps_before or 0)
-        clock.active(now)
+        seconds = membership.finish_view_change()
+        if seconds is not None:
+            self._stream.emit(
+                events.Recovered(view=self._view, seconds=seconds, redone_steps=redone)
+            )
 
     def advance(self) -> None:
         """Dispatch the next orders, or change the view if that is due and nothing is open."""
+        self._stop_in_time()
         dispatcher, pool = self.dispatcher, self._membership.pool
         if self._straggler_trial is not None:
             self._straggler_trial.tick(dispatcher.throughput)
@@ -138,7 +138,6 @@ class Training:
             case messages.Stopped() if current and not views.joining:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.dispatcher.members):
-                    self._report_recovery(membership.recovery_clock.ended(), at=time.time())
                     membership.dismiss()
                     self.dispatcher.send_all(messages.LeaveOrder())
             case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
@@ -153,6 +152,13 @@ class Training:
                 self._checkpoint_tracker.written(member, report.step, report)
                 self._checkpoint_tracker.commit_written(self.plan)
 
+    def _stop_in_time(self) -> None:
+        limit_s = self._options.max_time_s
+        if limit_s is None or self._run_stats.wall_s < limit_s or self.plan.stopping:
+            return
+        self.plan.stop(LIMIT)
+        self._stream.emit(events.Stopping(reason=f"--max-time {show_time(limit_s)}"))
+
     def _commit_steps(self) -> None:
         for step in self.dispatcher.committed():
             if not self._run_stats.samples:
@@ -164,24 +170,12 @@ class Training:
                     f"The loss of step {step.event.step} is {step.event.loss}. A lower learning "
                     f"rate, warm-up or clip_norm may help; training continues{until}"
                 )
-            self._note_progress(step.event)
             self._stream.emit(step.event)
         if self._run_stats.bad_steps.too_many:
             self.plan.stop("diverged", save=False)
         self._checkpoint_tracker.commit_written(self.plan)
         for worker, times in self.dispatcher.throughput.news(self.dispatcher.workers):
             self._stream.notice(f"{worker} computes {times:.1f} times slower than the median")
-
-    def _note_progress(self, event: events.StepCommitted | events.Evaluated) -> None:
-        times = self._membership.recovery_clock.progress(time.monotonic(), event.step)
-        self._report_recovery(times, at=event.time)
-
-    def _report_recovery(self, times: RecoveryTimes | None, *, at: float) -> None:
-        if times is not None:
-            split = asdict(times)
-            self._stream.emit(
-                events.Recovered(time=at, view=self._view, seconds=times.seconds, **split)
-            )
 
     def _on_evaluation(self) -> None:
         workers = self.dispatcher.workers
@@ -195,14 +189,14 @@ class Training:
             if (name := plan.config.monitor.name) not in metrics:
                 gave = ", ".join(metrics) or "none"
                 raise JobError(f"monitor is {name!r}, and the evaluation gave {gave}.")
-            event = events.Evaluated(
-                step=plan.step,
-                epoch=plan.epoch,
-                samples=samples,
-                metrics=metrics,
-                best=plan.evaluated(metrics),
-                seconds=max(part.seconds for part in parts),
+            self._stream.emit(
+                events.Evaluated(
+                    step=plan.step,
+                    epoch=plan.epoch,
+                    samples=samples,
+                    metrics=metrics,
+                    best=plan.evaluated(metrics),
+                    seconds=max(part.seconds for part in parts),
+                )
             )
-            self._note_progress(event)
-            self._stream.emit(event)
         self.dispatcher.evaluated()

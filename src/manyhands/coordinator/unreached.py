@@ -1,4 +1,4 @@
-"""Chooses the member to leave out if two living members do not reach each other. Pure."""
+"""Which member to leave out when two of them do not reach each other, though both are alive. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 MAX_FAILED_VIEWS = 2
-"""Consecutive views in which two members fail to reach each other before one of them is left out."""
+"""After so many views in a row in which two members did not reach each other, one of them is left out."""
 
 
 class UnreachedPeers:
@@ -14,13 +14,13 @@ class UnreachedPeers:
         self.left_out: set[str] = set()
         """Members that were left out. They are not replaced."""
         self._pairs: list[tuple[str, str]] = []
-        """Members that did not reach each other, one pair per view."""
+        """Who did not reach whom, one pair a view."""
 
     def add(self, member: str, peer: str) -> None:
         self._pairs.append((member, peer))
 
     def clear(self) -> None:
-        """Start over, after a successful view or a death."""
+        """A view counted, or a member died."""
         self._pairs.clear()
 
     @property

@@ -32,7 +32,7 @@ _LOW16 = np.uint64(0xFFFF)
 
 
 class RowInit(NamedTuple):
-    """Parameters of a new row's initialization."""
+    """How a new row is made."""
 
     dim: int
     salt: np.uint64

@@ -1,4 +1,4 @@
-"""Prints the progress of a run to stdout, and failures to stderr.
+"""What the user sees of a run: on stdout, and failures on stderr.
 
 `Console` decides what is printed and when; its two subclasses only draw. `PlainConsole` writes lines to
 a pipe, a file or a dumb terminal. `RichConsole` (terminal.py) writes the same lines in colour, above
@@ -33,6 +33,7 @@ DIM, LABEL = "dim", "cyan"
 OUTCOME_STYLES = {
     "finished": "bold green",
     "early-stopped": "bold green",
+    "limit": "bold green",
     "failed": BAD,
     "diverged": BAD,
 }

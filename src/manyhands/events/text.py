@@ -208,15 +208,8 @@ def lost_line(event: events.MemberLost) -> str:
 
 
 def recovered_line(event: events.Recovered) -> str:
-    again = plural(event.redone_steps, "step")
-    if event.detection_s is None:
-        redo = f", {again} to redo" if event.redone_steps else ""
-        return f"recovered in {event.seconds:.2f} s{redo}"
-    redone = f"; {again} dispatched again" if event.redone_steps else ""
-    return (
-        f"recovered in {event.seconds:.2f} s: {event.detection_s:.2f} s to notice, "
-        f"{event.view_s:.2f} s to reconnect, {event.redo_s:.2f} s to the next step{redone}"
-    )
+    redo = f", {plural(event.redone_steps, 'step')} to redo" if event.redone_steps else ""
+    return f"recovered in {event.seconds:.2f} s{redo}"
 
 
 def resumed(event: events.Resumed) -> str:
@@ -292,7 +285,8 @@ _ON_SIGNAL = {
 
 
 def stopping(reason: str) -> str:
-    return clean(_ON_SIGNAL.get(reason, reason))
+    saves = "; saving a checkpoint" if reason.startswith("--") else ""
+    return clean(_ON_SIGNAL.get(reason, f"{reason}{saves}"))
 
 
 def failure(event: events.MemberFailed) -> tuple[str, list[str], str]:
@@ -312,8 +306,10 @@ _OUTCOMES = {"finished": "finished in", "early-stopped": "stopped early after"}
 
 
 def outcome(event: events.RunFinished) -> str:
-    wall_s = event.summary.get("wall_s")
+    wall_s, limit = event.summary.get("wall_s"), event.summary.get("limit")
     words = _OUTCOMES.get(event.outcome, f"{event.outcome} after")
+    if limit is not None:
+        words = clean(f"stopped by {limit} after")
     return words.rsplit(" ", 1)[0] if wall_s is None else f"{words} {duration(wall_s)}"
 
 

@@ -1,4 +1,4 @@
-"""Format numbers for people: 3,412 samples, 1.2 M parameters, 12.3 MB, 1 m 12 s. Pure."""
+"""Format numbers for people: 3,412 samples, 1.2 M parameters, 12.3 MB, 1 m 12 s; parse times. Pure."""
 
 from __future__ import annotations
 
@@ -36,6 +36,31 @@ def duration(seconds: float) -> str:
     if whole < 86_400:
         return f"{whole // 3_600} h {whole % 3_600 // 60:02} m"
     return f"{whole // 86_400} d {whole % 86_400 // 3_600:02} h"
+
+
+_TIME_UNITS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1_000, "ms": 1}
+"""In milliseconds."""
+_TIME = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[dhms]))+")
+_TIME_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[dhms])")
+
+
+def parse_time(text: str) -> float:
+    """Parse a time with its unit into seconds: 500ms, 90s, 10m, 1h30m. Raises ValueError for others."""
+    text = text.strip().lower()
+    parts = _TIME_PART.findall(text) if _TIME.fullmatch(text) else []
+    seconds = round(sum(float(number) * _TIME_UNITS[unit] for number, unit in parts)) / 1_000
+    if not 0 < seconds < 1e9:
+        raise ValueError(text)
+    return seconds
+
+
+def show_time(seconds: float) -> str:
+    """Format a time as `parse_time` reads it: 500ms, 90s, 10m, 1h30m."""
+    ms, shown = round(seconds * 1_000), ""
+    for unit, unit_ms in _TIME_UNITS.items():
+        number, ms = divmod(ms, unit_ms)
+        shown += f"{number}{unit}" if number else ""
+    return shown or "0s"
 
 
 def figure(value: Any) -> str:

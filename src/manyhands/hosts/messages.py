@@ -42,12 +42,12 @@ class BoardPost:
 
 @dataclass(frozen=True)
 class Bye:
-    """Last message of a member that is done."""
+    """All done."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Report of a member's failure."""
+    """Why a member ends."""
 
     reason: str
     traceback: str

@@ -28,12 +28,12 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
+    """Whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
     return type(optimizer) in ELEMENTWISE
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by name, in the optimizer's order. Without frozen ones: weight decay on a
+    """The trained parameters by name, in the optimizer's order. Without frozen ones: weight decay on a
     server would change them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -41,8 +41,7 @@ def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
 
 
 def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout:
-    """Return the layout of a model. It depends only on the model and its optimizer, so all processes
-    agree."""
+    """The layout of a model. It depends only on the model and its optimizer, so all processes agree."""
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     pieces = [
         FlatParameter(
@@ -62,7 +61,7 @@ def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout
 def block_state(
     layout: BlockLayout, block: Block, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the optimizer state of a block, from that of each parameter."""
+    """The optimizer state of a block, from that of each parameter."""
     whole: dict[str, Any] = {}
     if layout.whole_tensors:
         (only,) = layout.pieces_in(block)
@@ -86,7 +85,7 @@ def block_state(
 def piece_state(
     layout: BlockLayout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the optimizer state of a parameter, from that of its blocks."""
+    """The optimizer state of a parameter, from that of its blocks."""
     if layout.whole_tensors:
         return {
             k: v
@@ -109,7 +108,7 @@ def piece_state(
 
 
 def join_state(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int]) -> dict[str, Any]:
-    """Return the state of a parameter, in its own shape, from that of its consecutive pieces."""
+    """The state of a parameter, in its own shape, from that of its consecutive pieces."""
     if not pieces or not pieces[0]:
         return {}
     joined: dict[str, Any] = {}

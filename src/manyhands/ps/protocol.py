@@ -54,7 +54,7 @@ from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, ma
 SPARSE_BYTES = 256 << 20
 """Limit for the ids or gradients of rows in one message."""
 MAX_SLOTS = 16
-"""Limit above the slots of any policy."""
+"""More slots than any policy has."""
 
 Addresses = Annotated[list[Annotated[str, max_length(100)]], max_length(MAX_SLOTS)]
 """Of segments of shared memory."""
@@ -123,7 +123,7 @@ class GradientSpan:
 
 @dataclass(frozen=True)
 class AskMissing:
-    """Asks for which workers the step after `seq` waits."""
+    """Which workers does the step after `seq` wait for?"""
 
     seq: Index
 
@@ -172,7 +172,7 @@ class PullRequest:
 
 @dataclass(frozen=True)
 class Rest:
-    """Asks not to wait for this worker until it wakes."""
+    """Don't wait for this worker until it wakes."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Wake:
 
 @dataclass(frozen=True)
 class PushesEnd:
-    """Announces that no push of this worker follows until its pushes are resolved."""
+    """No push of this worker follows until its pushes are resolved."""
 
 
 # To workers ---------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class PushesEnd:
 
 @dataclass(frozen=True)
 class Refused:
-    """Reason why a connection is closed."""
+    """Why a connection is closed."""
 
     why: str
     lost: bool
@@ -211,7 +211,7 @@ class ViewBegun:
     """If true, gradients and parameters are sent over data links."""
     placement: PlacementRecord
     row_placement: RowPlacement | None
-    """Placement of table rows, if they are served."""
+    """Where table rows are, if they are served."""
     permit: StartPermit | None
 
 
@@ -268,7 +268,7 @@ class RowsAnswer:
 
 @dataclass(frozen=True)
 class StateEnd:
-    """End of an answer: all tensors were sent."""
+    """All tensors of an answer were sent."""
 
     of: Literal["state", "table_state"]
 

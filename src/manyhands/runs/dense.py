@@ -17,7 +17,7 @@ _without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 
 
 def rows_wanted() -> bool:
-    """Return whether modules with tables write rows to state dicts, and expect rows in them."""
+    """If false, a module with a table leaves its rows out of a state dict, and expects none in it."""
     return not _without_rows.get()
 
 

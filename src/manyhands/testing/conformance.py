@@ -212,16 +212,21 @@ def reports_the_bytes_it_sends(case: Case, folder: Path) -> None:
 
 
 def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
-    """Train for a number of steps, and kill a worker on the way: the run ends, and is evaluated, at exactly
-    the steps that were asked for."""
+    """Train for a number of steps in two starts, and kill a worker on the way: the run stops, ends and is
+    evaluated at exactly the steps that were asked for."""
     run, steps, due = folder / "run", 17, [5, 10, 15, 17]
     length = {"steps": steps, "eval_every": "5 steps", "eval_samples": 20}
-    arguments = case.arguments("Regression", run, "--checkpoint-every", "4", **length, pause_s=0.05)
+    flags = ("--checkpoint-every", "4", "--max-steps", "12")
+    arguments = case.arguments("Regression", run, *flags, **length, pause_s=0.05)
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(7)
         running.kill(f"worker-{case.workers - 1}")
-        done = running.wait(code=0)
-    assert done.of("MemberLost"), "the run ended before the kill"
+        stopped = running.wait(code=0)
+    assert stopped.of("MemberLost"), "the run ended before the kill"
+    summary = stopped.of("RunFinished")[-1]["summary"]
+    assert (summary["outcome"], summary["steps"]) == ("limit", 12)
+    done = harness.resume(run, "--set", "pause_s=0")
+    assert done.code == 0, f"{done.out}\n{done.err}"
     assert [record["step"] for record in done.steps] == list(range(1, steps + 1))
     uses = {epoch: sorted(positions) for epoch, positions in done.uses_by_epoch().items()}
     whole = list(range(SAMPLES))

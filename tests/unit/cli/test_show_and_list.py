@@ -114,6 +114,18 @@ def test_show_a_run_that_has_finished(tmp_path: Path, capsys: pytest.CaptureFixt
     assert told["lost"] == [{"member": "worker-1", "reason": "killed by SIGKILL", "after_step": 4}]
 
 
+def test_show_a_run_that_stopped_at_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "manyhands resume somewhere"
+    end = event("RunFinished", 120.0, outcome="limit", resume_command=command)
+    summary = {**finished(0.75), "outcome": "limit", "limit": "--max-steps 8", "steps": 8}
+    run = make(tmp_path, "a", [*LIFE, end], summary=summary)
+    shown = output(capsys, "show", str(run.path))
+    assert "outcome        limit (--max-steps 8), after 20 s: step 8 of 12 (67%)\n" in shown
+    assert shown.endswith(f"continue with:  {command}\n")
+
+
 @pytest.mark.parametrize("old", [False, True])
 def test_show_a_run_that_was_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], old: bool

@@ -164,6 +164,38 @@ def test_more_steps_continue_from_the_end(config: PlanConfig, more: int, seed: i
     assert evaluated(second) == later
 
 
+@settings(max_examples=200)
+@given(
+    config=plan_configs,
+    seed=st.integers(0, 2**32),
+    max_steps=st.integers(1, 12),
+    moments=st.lists(st.integers(0, 120), max_size=4),
+)
+def test_one_start_after_the_other_up_to_a_limit(
+    config: PlanConfig, seed: int, max_steps: int, moments: list[int]
+) -> None:
+    """Each start ends at its limit, evaluated and saved if due; together they are the whole training."""
+    whole = drive(TrainingPlan(config), chance=random.Random(seed))
+    chance, state, step = random.Random(seed), None, 0
+    plans: list[StepPlan] = []
+    results: list[int] = []
+    while True:
+        limited = replace(config, max_step=step + max_steps)
+        training_plan = TrainingPlan(limited, state)
+        life = drive(training_plan, chance=chance, back_after=moments)
+        assert training_plan.num_steps == config.num_steps
+        plans += life.committed
+        results += evaluated(life)
+        step, state = life.checkpoints[-1].step, through_json(life.checkpoints[-1].state)
+        assert step == min(limited.max_step or 0, config.num_steps)
+        assert results == [each for each in due(config) if each <= step]
+        if life.stop == "finished":
+            break
+        assert life.stop == "limit"
+    assert step == config.num_steps
+    assert plans == whole.committed
+
+
 def test_fewer_steps_than_are_done_end_at_once() -> None:
     config = PlanConfig(num_samples=10, batch_size=4, steps=7)
     life = drive(TrainingPlan(config), chance=random.Random(0))

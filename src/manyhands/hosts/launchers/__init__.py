@@ -1,1 +1,1 @@
-"""Launchers, one per file."""
+"""Where members run: one file a launcher."""

@@ -133,6 +133,5 @@ class LocalLauncher(Launcher):
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use: in a container it may be fewer than the machine
-    has."""
+    """The number of cores that this process may use: in a container it may be fewer than the machine has."""
     return len(os.sched_getaffinity(0))

@@ -28,7 +28,7 @@ class ConnectRay:
 
 @dataclass(frozen=True)
 class AgentTask:
-    """Argument of every actor."""
+    """What every actor is given."""
 
     address: str
     """Of the coordinator."""
@@ -138,10 +138,10 @@ class ActorTask:
 
 @dataclass(frozen=True)
 class ActorEnd:
-    """End of an actor's agent: its exit code, or the reason why it has none."""
+    """How an actor's agent ended: with an exit code, or why without one."""
 
     code: int | None = None
     refused: str = ""
-    """Reason why the agent can't take part."""
+    """Why the agent can't take part."""
     ended: str = ""
-    """Any other reason why it ended."""
+    """Why it ended otherwise."""
