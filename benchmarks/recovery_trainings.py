@@ -132,10 +132,10 @@ class Ours(Training):
 
     def after_kill(self, victim: str, since: int) -> Moments | None:
         # In the order of the file. What was done before the kill and is reported after it is committed
-        # before Recovered; all that stands below was handed out to those who were left.
+        # before ViewChanged; all that stands below was handed out to those who were left.
         wanted: list[tuple[str, Callable[[Record], bool]]] = [
             ("seen", lambda r: r["event"] == "MemberLost" and r["member"] == victim),
-            ("agreed", lambda r: r["event"] == "Recovered"),
+            ("agreed", lambda r: r["event"] == "ViewChanged" and victim not in r["members"]),
             ("new", self.is_step),
             ("whole", self._is_whole),
         ]

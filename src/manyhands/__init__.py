@@ -1,4 +1,4 @@
-"""Many hands train one model: every way of distributed training is one switch on the same job file.
+"""Distributed training in PyTorch: every strategy is one switch on the same job file.
 
 Names are loaded on first use, so that the coordinator and the command line start without torch.
 """

@@ -498,7 +498,7 @@ def parse_bool(text: str) -> bool:
 
 
 PARSED: dict[Any, str] = {int: "a whole number", float: "a number", parse_bool: "true or false"}
-"""What parsers of values accept, in words for errors."""
+"""Values that parsers accept, in words for errors."""
 
 
 def check_fields(job: Job) -> None:

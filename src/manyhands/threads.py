@@ -41,7 +41,7 @@ def start_timer(
 
 
 def fail_process(error: BaseException) -> None:
-    """An `on_error` for threads on which the whole process depends."""
+    """Report a failure of the whole process: an `on_error` for threads on which it depends."""
     _on_process_failure(error)
 
 

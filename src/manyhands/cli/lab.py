@@ -1,4 +1,4 @@
-"""Several hosts on this machine, to try a job on a slow or broken network before renting a cluster.
+"""Make several hosts on this machine, to try a job on a slow or broken network before renting a cluster.
 
 Each host is a network namespace with its own host name and a virtual cable to one switch. Links have a
 bandwidth, can be cut silently, and count their bytes. Hosts see each other and nothing else. Needs Linux

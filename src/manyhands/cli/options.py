@@ -42,7 +42,7 @@ WANTED = PARSED | {
     parse_time: "a time with its unit, such as 90s, 10m or 1h30m",
     number_or_range: "a number, such as 4, or MIN:MAX (MIN at least 1), such as 2:4",
 }
-"""What parsers of options accept, in words for errors."""
+"""Values that parsers of options accept, in words for errors."""
 
 
 class Resolved:

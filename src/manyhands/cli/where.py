@@ -1,4 +1,4 @@
-"""Where members run: on this machine, on hosts where this command was started too, or on Ray.
+"""Flags that choose where members run: this machine, hosts where this command was started too, or Ray.
 
 With `--on env` every process runs the same command line. The first becomes the coordinator; each of the
 others serves it as an agent, and ends with its exit code.
@@ -202,7 +202,7 @@ def run_authority(
     *,
     command: str = "train ... --on env",
 ) -> Authority | None:
-    """The authority of the run's key; None: all processes are on one host and need none."""
+    """Return the authority of the run's key; None: all processes are on one host and need none."""
     if control is not None and parse_address(control).path:
         raise UsageError(f"--control {control}: between processes it is tcp://HOST:PORT.")
     key = read_key(key_file)
@@ -280,7 +280,7 @@ def fit_strategy(text: str, cluster: ClusterSpec) -> str:
 
 
 def default_workers(config: Strategy, cluster: ClusterSpec) -> int:
-    """One worker per slot, without those that servers take."""
+    """Return one worker per slot, without the slots that servers take."""
     if config.default_workers == 1:
         return 1
     servers = 0 if cluster.servers else config.servers_for(cluster.num_workers)

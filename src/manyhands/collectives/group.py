@@ -1,11 +1,35 @@
-"""Process groups of torch.distributed, a new one for each view.
+"""A group of workers that exchange tensors.
 
-The rendezvous needs no fixed port: inside a host it is a file in the run's private folder, between hosts a
-store that rank 0 opens on a free port and announces on the board.
+    group.all_reduce(tensor)                            every worker has the sum of all, in place
+    group.reduce_scatter(all_parts, into=mine)          part r of the sum, on rank r
+    group.all_gather(mine, into=all_parts)              the parts of all, in rank order
+    group.all_to_all(sent, into=received)               part r goes to rank r
+    group.broadcast(tensor, source=0)
+    group.send(tensor, to=1), group.recv(tensor, source=0)
+
+    work = group.all_reduce(bucket, async_op=True)      returns at once
+    work.wait()
+
+    pair = group.split([0, 1])                          a group of some of the workers
+    group.cut()                                         from any thread: every wait in it and its splits fails
+    group.close()
+
+As with torch, all workers of a group call the same operations in the same order, each with tensors of the
+same shape and dtype, and from one thread at a time. With gloo, a worker whose tensor has another size ends
+the process, so sizes that depend on what a user wrote are compared first (`gather_numbers`, state_sync.py).
+What one worker can see alone is checked in every call: tensors that are written to must be contiguous (gloo
+would write to the wrong places, without an error), and their sizes and dtypes must fit.
+
+After an error, or after `cut`, a group can only be closed. An operation on a group whose peer is gone raises
+a RuntimeError for which `peer_lost` is true.
+
+Implementations: `TorchGroup` over gloo or NCCL; `LoneWorker` (lone_worker.py), a group of one; `ThreadGroup`
+(manyhands/testing/thread_group.py), whose workers are threads of one process.
 
 When a worker dies, gloo raises only in those that are receiving from it; the others keep waiting for each
 other. So a group can be cut from another thread: its connections are shut down, and every wait in it, here
-and at the other end, fails at once.
+and at the other end, fails at once. A split has connections of its own, which are cut with those of the group
+that it was made from.
 """
 
 from __future__ import annotations
@@ -13,21 +37,28 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from manyhands.collectives import gloo_tls
-from manyhands.collectives.reachability import check_connections, exchange
-from manyhands.errors import SpecError
-from manyhands.transport.keepalive import ask_now_and_then, look_after
+from manyhands.collectives.connections import Connections, open_sockets
+from manyhands.collectives.meeting import gather, interruptible
+from manyhands.errors import ViewChanging
+from manyhands.hosts.me import LINK_GRACE_S
+from manyhands.transport.keepalive import look_after
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from manyhands.hosts.me import Me
-    from manyhands.hosts.view import View
+
+Reduction = Literal["sum", "min", "max"]
 
 CONNECT_S = 5.0
 """Timeout of connecting. All workers of a view connect at the same moment, so it usually takes much less;
@@ -48,125 +79,413 @@ _LOST = (
     "nccl communicator was aborted",
     "remote process exited",
     "client socket has timed out",
+    "the group was cut",
 )
 
 
-class Group:
-    """The default process group of torch.distributed, from `join_group` to `leave`."""
+class Work(Protocol):
+    """An operation that was started."""
 
-    def __init__(self, backend: str, sockets: Mapping[int, str]) -> None:
+    def wait(self) -> Any:
+        """Wait until its tensors may be read and written again. Raises the error of the operation."""
+
+
+class GroupCut(RuntimeError):
+    """The group was cut while this worker waited in it, or before."""
+
+    def __init__(self) -> None:
+        super().__init__("the group was cut")
+
+
+class Group(ABC):
+    """Workers that exchange tensors. An operation returns when it is complete, or with `async_op` at once;
+    then its tensors must not be touched before `wait()` of the returned work."""
+
+    def __init__(self, *, rank: int, size: int, device: str = "cpu") -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        """Where small tensors of the group's users should be: all backends can send those there."""
+
+    # Operations ---------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, *, op: Reduction = "sum", async_op: bool = False) -> Work:
+        """Replace the tensor by the sum, minimum or maximum over all workers."""
+        _check_writable("all_reduce", tensor)
+        return _finish(self._all_reduce(tensor, op), async_op)
+
+    def reduce_scatter(
+        self, tensor: Tensor, *, into: Tensor, op: Reduction = "sum", async_op: bool = False
+    ) -> Work:
+        """Reduce the tensor over all workers, and put part `rank` of the result into `into`."""
+        _check_writable("reduce_scatter", into)
+        _check_alike("reduce_scatter", tensor, into)
+        _check_sizes("reduce_scatter", tensor, whole=tensor, part=into, parts=self.size)
+        return _finish(self._reduce_scatter(tensor.contiguous(), into, op), async_op)
+
+    def all_gather(self, tensor: Tensor, *, into: Tensor, async_op: bool = False) -> Work:
+        """Put the tensors of all workers into `into`, in rank order."""
+        _check_writable("all_gather", into)
+        _check_alike("all_gather", tensor, into)
+        _check_sizes("all_gather", into, whole=into, part=tensor, parts=self.size)
+        return _finish(self._all_gather(tensor.contiguous(), into), async_op)
+
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        *,
+        into: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Work:
+        """Send part r of the tensor to rank r, and put the parts that arrive into `into`, in rank order.
+
+        Parts are equal, or have the numbers of elements in `send` and `receive`. What this worker sends to
+        another must be what that one receives; exchange the numbers first if it does not know them.
+        """
+        _check_writable("all_to_all", into)
+        _check_alike("all_to_all", tensor, into)
+        sent = self._parts("all_to_all", "send", tensor, send)
+        received = self._parts("all_to_all", "receive", into, receive)
+        if sent[self.rank] != received[self.rank]:
+            raise ValueError(
+                f"all_to_all: rank {self.rank} sends {sent[self.rank]} elements to itself and "
+                f"receives {received[self.rank]}"
+            )
+        return _finish(self._all_to_all(tensor.contiguous(), into, sent, received), async_op)
+
+    def broadcast(self, tensor: Tensor, *, source: int, async_op: bool = False) -> Work:
+        """Copy the tensor of rank `source` into that of every other worker."""
+        self._check_rank("broadcast", "source", source)
+        _check_writable("broadcast", tensor)
+        return _finish(self._broadcast(tensor, source), async_op)
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0, async_op: bool = False) -> Work:
+        """Send the tensor to one worker, which calls `recv` with the same tag."""
+        self._check_peer("send", "to", to)
+        return _finish(self._send(tensor.contiguous(), to, tag), async_op)
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0, async_op: bool = False) -> Work:
+        """Receive a tensor from one worker."""
+        self._check_peer("recv", "source", source)
+        _check_writable("recv", tensor)
+        return _finish(self._recv(tensor, source, tag), async_op)
+
+    def barrier(self) -> None:
+        """Wait until all workers are here."""
+        self.all_reduce(torch.zeros(1, device=self.device))
+        if self.device != "cpu":
+            torch.cuda.synchronize(self.device)
+
+    def gather_numbers(self, numbers: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the numbers of all workers, in rank order. All give equally many."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        gathered = mine.new_empty(self.size * len(mine))
+        self.all_gather(mine, into=gathered)
+        return [tuple(row) for row in gathered.view(self.size, len(mine)).tolist()]
+
+    def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
+        """Return the flat tensors of all workers, in rank order. They may differ in length.
+
+        Each worker sends as much as the one with the longest.
+        """
+        counts = [count for (count,) in self.gather_numbers([len(tensor)])]
+        longest = max(counts)
+        if not longest:
+            return [tensor] * self.size
+        padded = tensor.new_zeros(longest)
+        padded[: len(tensor)] = tensor
+        gathered = tensor.new_empty(self.size * longest)
+        self.all_gather(padded, into=gathered)
+        rows = gathered.view(self.size, longest)
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+    # Life ---------------------------------------------------------------------------------------
+
+    def split(self, ranks: Sequence[int]) -> Group:
+        """Form a group of some workers, in this order. Those workers call it, with the same ranks; the
+        others need not.
+
+        It is cut and closed with this group, if not before.
+        """
+        ranks = list(ranks)
+        if len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.size)):
+            raise ValueError(f"split({ranks}): different ranks of 0 to {self.size - 1} are allowed")
+        if self.rank not in ranks:
+            raise ValueError(f"split({ranks}): rank {self.rank}, which called it, is not in it")
+        return self._split(ranks)
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return the transport, as shown on the console."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Make every wait in this group and its splits fail. May be called from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group and its splits. Waits for operations that have begun, unless it was cut."""
+
+    # Implementation -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, tensor: Tensor, into: Tensor, op: Reduction) -> Work: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, into: Tensor) -> Work: ...
+
+    @abstractmethod
+    def _all_to_all(
+        self, tensor: Tensor, into: Tensor, sent: list[int], received: list[int]
+    ) -> Work: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Work: ...
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, to: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _split(self, ranks: list[int]) -> Group: ...
+
+    # Checks -------------------------------------------------------------------------------------
+
+    def _check_rank(self, what: str, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{what}({name}={rank}): the ranks are 0 to {self.size - 1}")
+
+    def _check_peer(self, what: str, name: str, rank: int) -> None:
+        self._check_rank(what, name, rank)
+        if rank == self.rank:
+            raise ValueError(f"{what}({name}={rank}): that is this worker itself")
+
+    def _parts(
+        self, what: str, name: str, tensor: Tensor, sizes: Sequence[int] | None
+    ) -> list[int]:
+        """Return the number of elements of each worker's part."""
+        if sizes is None:
+            _check_sizes(what, tensor, whole=tensor, part=None, parts=self.size)
+            return [tensor.numel() // self.size] * self.size
+        sizes = list(sizes)
+        if len(sizes) != self.size or min(sizes) < 0 or sum(sizes) != tensor.numel():
+            raise ValueError(
+                f"{what}({name}={sizes}): needs {self.size} numbers whose sum is {tensor.numel()}"
+            )
+        return sizes
+
+
+@dataclass(frozen=True)
+class GroupLimits:
+    """How long each phase of a group may take."""
+
+    gather_s: float
+    """All workers have come to the store."""
+    connect_s: float = CONNECT_S
+    collective_s: float = 1800.0
+
+
+class TorchGroup(Group):
+    """A group over gloo or NCCL."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        rank: int,
+        size: int,
+        backend: str = "gloo",
+        device: str = "cpu",
+        limits: GroupLimits,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Connect to the other workers, which all do the same, with stores that lead to the same data.
+
+        Args:
+            device: The GPU of this worker, with NCCL.
+            check: Called while this waits for others; may raise, to end the wait.
+        """
+        super().__init__(rank=rank, size=size, device=device if backend == "nccl" else "cpu")
         self.backend = backend
-        self._sockets = dict(sockets)
-        """Connections of a gloo group: file descriptor to socket."""
-        self._over = threading.Event()
-        if sockets:
-            for connection in self._connections():
-                ask_now_and_then(connection)
-            # Gloo would wait forever for a peer that is alive and unreachable.
-            look_after(self._connections, until=self._over.is_set)
+        self._store = store
+        self._limits = limits
+        self._check = check
+        self._lock = threading.Lock()
+        self._cut = self._closed = False
+        self._splits: list[TorchGroup] = []
+        self._num_splits: dict[tuple[int, ...], int] = {}
+        before = open_sockets() if backend == "gloo" else None
+        self._backend: Any = interruptible(self._connect, check=check)
+        self._connections = Connections(before)
+
+    def watch(self) -> None:
+        """Break connections, also those of splits, to peers that are alive and unreachable: gloo would wait
+        forever."""
+        if self._connections:
+            look_after(self._all_connections, until=lambda: self._closed)
+
+    def describe(self) -> str:
+        name = self.backend
+        if name == "gloo":
+            if gloo_tls.in_use():
+                name += " with TLS"
+            if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+                name += f" on {interface}"
+        return name
 
     def cut(self) -> None:
-        """Make every wait in this group fail. May be called from any thread."""
-        import torch.distributed as dist
-
-        if self.backend == "nccl" and dist.is_initialized():
+        with self._lock:
+            self._cut = True
+            splits = list(self._splits)
+        for split in splits:
+            split.cut()
+        made = self._backend
+        if self.backend == "nccl" and made is not None:
             with suppress(RuntimeError):
-                dist.distributed_c10d._abort_process_group()
-        for connection in self._connections():
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                made.abort()
+        self._connections.shut_down()
 
-    def leave(self) -> None:
-        self._over.set()
-        leave_group()
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            splits, self._splits = self._splits, []
+        for split in splits:
+            split.close()
+        # The last reference: its threads end here, without holding the interpreter's lock.
+        self._backend = None
 
-    def _connections(self) -> Iterator[socket.socket]:
-        now = _open_sockets()
-        for number, link in self._sockets.items():
-            if now.get(number) != link:
-                continue  # closed; the number may belong to another file by now
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    yield connection  # not a listening one: gloo aborts if that is shut down
+    # Operations ---------------------------------------------------------------------------------
 
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        return self._begin("allreduce", [tensor], options)
 
-def join_group(me: Me, view: View) -> Group:
-    """Make the default process group of torch.distributed the one of this view."""
-    import torch
-    import torch.distributed as dist
+    def _reduce_scatter(self, tensor: Tensor, into: Tensor, op: Reduction) -> Work:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = _OPS[op]
+        return self._begin("_reduce_scatter_base", into.view(-1), tensor.view(-1), options)
 
-    backend = backend_for(view)
-    if backend == "nccl" and gloo_tls.in_use():
-        raise SpecError(
-            f"allreduce(tls=true): these workers have GPUs, and NCCL has no TLS. {gloo_tls.INSTEAD}"
+    def _all_gather(self, tensor: Tensor, into: Tensor) -> Work:
+        return self._begin("_allgather_base", _as_bytes(into), _as_bytes(tensor))
+
+    def _all_to_all(
+        self, tensor: Tensor, into: Tensor, sent: list[int], received: list[int]
+    ) -> Work:
+        width = tensor.element_size()
+        return self._begin(
+            "alltoall_base",
+            _as_bytes(into),
+            _as_bytes(tensor),
+            [width * count for count in received],
+            [width * count for count in sent],
         )
-    if backend == "nccl":
-        torch.cuda.set_device(me.device)
-    before = _open_sockets()
-    limit = timedelta(seconds=me.timeouts.collective_s)
-    # Gloo can't be cut while it connects: a short timeout, in case a peer dies at that moment.
-    first = timedelta(seconds=CONNECT_S) if me.board is not None and backend == "gloo" else limit
-    store = _store(me, view)
-    if me.board is not None:
-        in_doubt = _gather_at(store, me, view)
-        if in_doubt and not view.one_host:
-            check_connections(store, me, view)
-        me.in_doubt = False
-    # torch counts groups, failed ones too, and uses the count in keys: all workers must have the same.
-    dist.distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        backend, store=store, rank=me.rank, world_size=view.world, timeout=first
-    )
-    if first != limit:
-        dist.distributed_c10d._set_pg_timeout(limit, dist.distributed_c10d._get_default_group())
-    made = {fd: link for fd, link in _open_sockets().items() if before.get(fd) != link}
-    return Group(backend, made if backend == "gloo" else {})
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        return self._begin("broadcast", [_as_bytes(tensor)], options)
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        return self._timed(self._begin("send", [_as_bytes(tensor)], to, tag))
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        return self._timed(self._begin("recv", [_as_bytes(tensor)], source, tag))
+
+    def _begin(self, name: str, *arguments: object) -> Work:
+        if self._cut:
+            raise GroupCut
+        work: Work = getattr(self._backend, name)(*arguments)
+        return work
+
+    def _timed(self, work: Any) -> Work:
+        """Give a message from one worker to another the timeout of a collective: gloo's is that of
+        connecting."""
+        return work if self.backend == "nccl" else _Timed(work, self._limits.collective_s)
+
+    # Forming ------------------------------------------------------------------------------------
+
+    def _split(self, ranks: list[int]) -> Group:
+        key = tuple(ranks)
+        number = self._num_splits[key] = self._num_splits.get(key, 0) + 1
+        store = dist.PrefixStore(f"split-{'-'.join(map(str, ranks))}-{number}", self._store)
+        rank = ranks.index(self.rank)
+        try:
+            gather(
+                *(store, "here", ""),
+                rank=rank,
+                size=len(ranks),
+                timeout_s=self._limits.gather_s,
+                check=self._alive,
+            )
+        except TimeoutError as error:
+            raise RuntimeError(f"timed out waiting: {error}") from error
+        split = TorchGroup(
+            store,
+            rank=rank,
+            size=len(ranks),
+            backend=self.backend,
+            device=self.device,
+            limits=self._limits,
+            check=self._alive,
+        )
+        with self._lock:
+            self._splits = [each for each in self._splits if not each._closed]
+            self._splits.append(split)
+            cut = self._cut
+        if cut:  # while it was formed
+            split.cut()
+        return split
+
+    def _alive(self) -> None:
+        """Raise if this worker need not wait any longer for others to join a split."""
+        self._check()
+        if self._cut:
+            raise GroupCut
+
+    def _connect(self) -> Any:
+        limits, store = self._limits, self._store
+        if self.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=limits.collective_s)
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        first = timedelta(seconds=min(limits.connect_s, limits.collective_s))
+        made = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=first)
+        made._set_default_timeout(timedelta(seconds=limits.collective_s))
+        return made
+
+    def _all_connections(self) -> Iterator[socket.socket]:
+        yield from self._connections
+        for split in list(self._splits):
+            yield from split._all_connections()
 
 
-def _gather_at(store: dist.Store, me: Me, view: View) -> bool:
-    """Wait until all workers of the view have joined the store. Returns true if any of them has lost a
-    connection without a death, so that not all may be able to reach each other."""
-    told = exchange(store, me, view, "here", f"{me.address} {int(me.in_doubt)}")
-    me.addresses = {}
-    for seat, text in zip(view.workers, told, strict=True):
-        if seat.name != me.name:
-            me.addresses.setdefault(text.split()[0], []).append(seat.name)
-    return any(text.endswith("1") for text in told)
+_OPS: dict[str, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
 
 
-def _open_sockets() -> dict[int, str]:
-    """Return the sockets of this process: file descriptor to identity. Empty without /proc."""
-    found = {}
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                link = os.readlink(f"/proc/self/fd/{name}")
-                if link.startswith("socket:"):
-                    found[int(name)] = link
-    return found
+class _Timed:
+    def __init__(self, work: Any, timeout_s: float) -> None:
+        self._work = work
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def wait(self) -> None:
+        self._work.wait(self._timeout)
 
 
-def leave_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def backend_for(view: View) -> str:
-    """Choose NCCL if every worker has a GPU of its own, otherwise gloo (which can also share a GPU)."""
-    gpus = [seat.device_id for seat in view.workers if seat.device.startswith("cuda")]
-    return "nccl" if len(set(gpus)) == view.world else "gloo"
-
-
-def describe_transport() -> str:
-    import torch.distributed as dist
-
-    backend = str(dist.get_backend())
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if backend == "gloo" and gloo_tls.in_use():
-        backend += " with TLS"
-    return f"{backend} on {interface}" if backend.startswith("gloo") and interface else backend
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a flat view of its bytes: whoever only moves data need not know the dtype."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def peer_lost(error: BaseException) -> bool:
@@ -175,31 +494,59 @@ def peer_lost(error: BaseException) -> bool:
     return any(phrase in text for phrase in _LOST)
 
 
-def _store(me: Me, view: View) -> dist.Store:
-    import torch.distributed as dist
-    from torch.distributed.rendezvous import rendezvous
+@contextmanager
+def view_change_on_lost_peer(me: Me) -> Iterator[None]:
+    """Turn the error of a collective into ViewChanging: another worker died, and the next view follows.
 
-    limit = timedelta(seconds=me.timeouts.view_s)
-    if me.rendezvous is not None:
-        # Every worker was given this address; torch decides who opens the store, which outlives a view.
-        address = f"tcp://{me.rendezvous}?rank={me.rank}&world_size={view.world}"
-        store, _, _ = next(iter(rendezvous(address, timeout=limit)))
-        return dist.PrefixStore(f"view-{view.number}", store)
-    if view.one_host:
-        file = dist.FileStore(str(me.view_folder(view) / "store"), view.world)
-        file.set_timeout(timedelta(seconds=CONNECT_S))
-        return file
-    assert me.board is not None, "between hosts the address is on the coordinator's board"
-    key = f"store/{view.number}"
-    if me.rank == 0:
-        store = dist.TCPStore(
-            me.address, 0, view.world, is_master=True, wait_for_workers=False, timeout=limit
+    If none follows, only a connection was lost, which is reported to the coordinator. Without a coordinator
+    the error is final.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not me.view_changing and not peer_lost(error):
+            raise
+        if me.board is None:
+            raise me.lost_a_peer(error) from error
+        me.wait_for_a_view(error, grace_s=LINK_GRACE_S)
+        raise ViewChanging(f"a collective broke: {error}") from error
+
+
+def _finish(work: Work, async_op: bool) -> Work:
+    if not async_op:
+        work.wait()
+    return work
+
+
+def _check_writable(what: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        described = (
+            f"strides {tensor.stride()}" if tensor.layout == torch.strided else tensor.layout
         )
-        me.board.post(key, f"{me.address}:{store.port}")
-        return store
-    host, _, port = me.board.fetch(key, timeout_s=me.timeouts.view_s).rpartition(":")
-    me.addresses = {host: [view.workers[0].name]}
-    first = timedelta(seconds=CONNECT_S)  # it listens already
-    found = dist.TCPStore(host, int(port), view.world, is_master=False, timeout=first)
-    found.set_timeout(limit)
-    return found
+        raise ValueError(
+            f"{what}: the tensor to write to has shape {tuple(tensor.shape)} and {described}; it must be "
+            "contiguous: use a contiguous one and copy from it"
+        )
+
+
+def _check_alike(what: str, first: Tensor, second: Tensor) -> None:
+    if first.dtype != second.dtype or first.device != second.device:
+        raise ValueError(
+            f"{what}: both tensors must have the same dtype and device, not {first.dtype} on "
+            f"{first.device} and {second.dtype} on {second.device}"
+        )
+
+
+def _check_sizes(
+    what: str, tensor: Tensor, *, whole: Tensor, part: Tensor | None, parts: int
+) -> None:
+    """Check that `whole` has `parts` equal parts, each of the size of `part`."""
+    if part is not None and whole.numel() != parts * part.numel():
+        raise ValueError(
+            f"{what}: {parts} workers with {part.numel()} elements each make "
+            f"{parts * part.numel()}, and the other tensor has {whole.numel()}"
+        )
+    if part is None and whole.numel() % parts:
+        raise ValueError(
+            f"{what}: {tensor.numel()} elements can't be cut into {parts} equal parts; give the sizes"
+        )

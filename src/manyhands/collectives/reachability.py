@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from manyhands.collectives.meeting import gather
 from manyhands.errors import ViewChanging
 
 if TYPE_CHECKING:
@@ -33,18 +33,24 @@ class Unreachable(RuntimeError):
 def exchange(store: dist.Store, me: Me, view: View, what: str, text: str) -> list[str]:
     """Post a text, and return the texts of all workers in rank order. Raises ViewChanging if a newer view
     comes first."""
-    store.set(f"{what}/{me.rank}", text)
-    everybody = [f"{what}/{rank}" for rank in range(view.world)]
-    deadline = time.monotonic() + me.timeouts.view_s
-    while not store.check(everybody):
-        if me.view_changing:
-            raise ViewChanging(f"view {me.newest_view} is coming")
-        if time.monotonic() > deadline:
-            raise me.lost_a_peer(
-                TimeoutError(f"not all workers joined within {me.timeouts.view_s:.0f} s")
-            )
-        time.sleep(0.003)
-    return [store.get(key).decode() for key in everybody]
+    try:
+        return gather(
+            store,
+            what,
+            text,
+            rank=me.rank,
+            size=view.world,
+            timeout_s=me.timeouts.view_s,
+            check=lambda: check_view(me),
+        )
+    except TimeoutError as error:
+        raise me.lost_a_peer(error) from error
+
+
+def check_view(me: Me) -> None:
+    """Raise ViewChanging if a newer view is coming."""
+    if me.view_changing:
+        raise ViewChanging(f"view {me.newest_view} is coming")
 
 
 def check_connections(store: dist.Store, me: Me, view: View) -> None:

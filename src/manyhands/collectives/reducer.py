@@ -22,11 +22,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+
+from manyhands.collectives.group import Group, Work
 
 NOTES = 2
 
@@ -37,11 +37,14 @@ class Bucket:
     members: list[int] = field(default_factory=list)
     """Indices of its parameters."""
     missing: set[int] = field(default_factory=set)
-    work: Any = None
+    work: Work | None = None
 
 
 class Reducer:
-    def __init__(self, parameters: Sequence[nn.Parameter], *, bucket_bytes: int) -> None:
+    def __init__(
+        self, group: Group, parameters: Sequence[nn.Parameter], *, bucket_bytes: int
+    ) -> None:
+        self._group = group
         self._parameters = list(parameters)
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
@@ -65,7 +68,7 @@ class Reducer:
     def bytes_sent(self) -> int:
         """Bytes that this worker sends in a step."""
         num_bytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
-        world = dist.get_world_size()
+        world = self._group.size
         return 2 * (world - 1) * num_bytes // world
 
     def begin(self) -> None:
@@ -94,6 +97,7 @@ class Reducer:
         while self._sent < len(self.buckets):
             self._send(unused)
         for bucket in self.buckets:
+            assert bucket.work is not None
             bucket.work.wait()
         if unused:  # only then, because reading waits for the GPU
             counts = self._used.tolist()
@@ -118,7 +122,7 @@ class Reducer:
         if bucket is self.buckets[-1]:
             self._used.fill_(1.0)
             self._used[list(unused)] = 0.0
-        bucket.work = dist.all_reduce(bucket.flat, async_op=True)
+        bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
 
     def _lay_out(self, bucket_bytes: int) -> list[Bucket]:
         kinds: list[tuple[torch.dtype, list[int]]] = []

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from manyhands.collectives.group import Group
 from manyhands.compute.train_state import TrainState
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.encoding import empty_tensors, flatten, unflatten
@@ -36,6 +36,7 @@ class SyncResult:
 
 
 def agree(
+    group: Group,
     train_state: TrainState,
     learner: Stateful,
     *,
@@ -49,78 +50,70 @@ def agree(
     If `tables` is true, they are a part of it, not in memory that all workers share. If `may_wait` is true
     and only new workers lack the state, nothing is sent: that can be done while the others train.
     """
-    ranks = gather_numbers([int(agreed), version], train_state.device)
+    ranks = group.gather_numbers([int(agreed), version])
     best = max(ranks)
     source = ranks.index(best)
     if not best[0]:
         # The first view: optimizers and schedules start equal, and so do models if they use the seed.
-        state = _send(dense_state(train_state.model), train_state, source)
-        if dist.get_rank() != source:
+        state = _send(dense_state(train_state.model), group, source)
+        if group.rank != source:
             load_dense_state(train_state.model, state)
         if tables and train_state.tables.specs:
-            _agree_on_rows(train_state, source)
+            _agree_on_rows(group, train_state, source)
     elif may_wait and all(each == best for each in ranks if each[0]):
         new = tuple(rank for rank, each in enumerate(ranks) if not each[0])
         return SyncResult(best[1], new, source)
     elif any(each != best for each in ranks):
         state = {}
-        if dist.get_rank() == source:
+        if group.rank == source:
             state = gather_state(train_state, learner)
             if tables:
                 state["tables"] = train_state.tables.state_dict()
-        state = _send(state, train_state, source)
-        if dist.get_rank() != source:
+        state = _send(state, group, source)
+        if group.rank != source:
             put_state(state, train_state, learner, tables=tables)
     return SyncResult(best[1])
 
 
-def gather_numbers(numbers: Sequence[int], device: str) -> list[tuple[int, ...]]:
-    """Return the numbers of all workers, in rank order."""
-    mine = torch.tensor(numbers, device=device)
-    gathered = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    return [tuple(each.tolist()) for each in gathered]
-
-
-def _agree_on_rows(train_state: TrainState, source: int) -> None:
+def _agree_on_rows(group: Group, train_state: TrainState, source: int) -> None:
     """Make rows equal. In a run all workers load the same; a user's own loop may load them in one worker."""
     tables = train_state.tables
-    prints = gather_numbers([tables.stores.fingerprint()], train_state.device)
+    prints = group.gather_numbers([tables.stores.fingerprint()])
     if len(set(prints)) == 1:
         return
     state = {}
-    if dist.get_rank() == source:
+    if group.rank == source:
         state = {"tables": tables.state_dict(), "salts": tables.stores.salts}
-    state = _send(state, train_state, source)
-    if dist.get_rank() != source:
+    state = _send(state, group, source)
+    if group.rank != source:
         tables.stores.salts = state["salts"]
         tables.load_state_dict(state["tables"])
 
 
-def _send(state: Any, train_state: TrainState, source: int) -> Any:
+def _send(state: Any, group: Group, source: int) -> Any:
     """Return the source's state, on all workers."""
     text, tensors = flatten(state)
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    (size,) = gather_numbers([len(encoded)], train_state.device)[source]
-    if dist.get_rank() == source:
-        _send_all([encoded], train_state, source)
-        _send_all(tensors, train_state, source)
+    (size,) = group.gather_numbers([len(encoded)])[source]
+    if group.rank == source:
+        _send_all([encoded], group, source)
+        _send_all(tensors, group, source)
         return state
     encoded = torch.empty(size, dtype=torch.uint8)
-    _send_all([encoded], train_state, source)
+    _send_all([encoded], group, source)
     text = bytes(encoded.numpy()).decode()
     tensors = empty_tensors(text)
-    _send_all(tensors, train_state, source)
+    _send_all(tensors, group, source)
     return unflatten(text, tensors)
 
 
-def _send_all(tensors: Sequence[Tensor], train_state: TrainState, source: int) -> None:
+def _send_all(tensors: Sequence[Tensor], group: Group, source: int) -> None:
     """Copy the source's tensors into those of all other workers."""
     for batch in batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in batch])
-        there = flat.to(train_state.device)
-        dist.broadcast(there, src=source)
-        if dist.get_rank() != source:
+        there = flat.to(group.device)
+        group.broadcast(there, source=source)
+        if group.rank != source:
             pour(there.cpu(), batch)
 
 

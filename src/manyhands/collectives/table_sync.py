@@ -14,10 +14,9 @@ import json
 from abc import ABC, abstractmethod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.collectives.state_sync import gather_numbers
+from manyhands.collectives.group import Group
 from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
@@ -27,10 +26,11 @@ from manyhands.hosts.view import View
 
 
 class TableSync(ABC):
-    def __init__(self, train_state: TrainState, view: View) -> None:
+    def __init__(self, train_state: TrainState, view: View, group: Group) -> None:
         self._train_state = train_state
         self._tables = train_state.tables
         self._world = view.world
+        self._group = group
 
     @abstractmethod
     def step(self, lr: float, now: int) -> int:
@@ -38,20 +38,14 @@ class TableSync(ABC):
 
     def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
         """Gather the bytes of all workers, in rank order; return the bytes sent, too."""
-        device, world = self._train_state.device, self._world
-        counts = [count for (count,) in gather_numbers([len(mine)], device)]
-        largest = max(1, *counts)
-        padded = torch.zeros(largest, dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        heard = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(world)]
-        dist.all_gather(heard, padded.to(device))
-        parts = [each.cpu()[:count] for each, count in zip(heard, counts, strict=True)]
-        return parts, (world - 1) * (largest + 8)
+        parts = [part.cpu() for part in self._group.gather_uneven(mine.to(self._group.device))]
+        longest = max(len(part) for part in parts)
+        return parts, (self._world - 1) * (longest + 8)
 
 
 class ReplicatedTables(TableSync):
-    def __init__(self, train_state: TrainState, view: View) -> None:
-        super().__init__(train_state, view)
+    def __init__(self, train_state: TrainState, view: View, group: Group) -> None:
+        super().__init__(train_state, view, group)
         if isinstance(train_state.model, RowModel):
             raise SpecError(
                 f"allreduce with {view.world} workers adds up gradients, and "
@@ -72,8 +66,8 @@ class ReplicatedTables(TableSync):
 
 
 class SharedTables(TableSync):
-    def __init__(self, train_state: TrainState, view: View) -> None:
-        super().__init__(train_state, view)
+    def __init__(self, train_state: TrainState, view: View, group: Group) -> None:
+        super().__init__(train_state, view, group)
         if not view.one_host:
             hosts = ", ".join(sorted({seat.host for seat in view.seats}))
             raise SpecError(
@@ -87,17 +81,17 @@ class SharedTables(TableSync):
         stores, base_lr = self._tables.stores, self._train_state.base_lr
         stores.apply([self._tables.take()], [1.0], lr=lr, base_lr=base_lr, now=now)
         if stores.evicting and now % EVICT_EVERY == 0:
-            dist.barrier()  # all others wait while the first worker evicts
-            if dist.get_rank() == 0:
+            self._group.barrier()  # all others wait while the first worker evicts
+            if self._group.rank == 0:
                 stores.evict(now)
-            dist.barrier()
+            self._group.barrier()
         return 0
 
     def _share_tables(self) -> None:
         """Share the first worker's tables with the others."""
-        first = dist.get_rank() == 0
+        first = self._group.rank == 0
         addresses = json.dumps(self._tables.stores.share()) if first else ""
         parts, _ = self._gather(torch.tensor(list(addresses.encode()), dtype=torch.uint8))
         if not first:
             self._tables.stores.attach(json.loads(bytes(parts[0].numpy())))
-        dist.barrier()  # the first must be alive while the others attach
+        self._group.barrier()  # the first must be alive while the others attach

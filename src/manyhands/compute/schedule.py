@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SCHEDULES = KEEP, STRETCH, RESTART = ("keep", "stretch", "restart")
-"""How a resumed run may continue the schedule of its learning rate."""
+"""Ways in which a resumed run may continue the schedule of its learning rate."""
 
 MakeSchedule = Callable[["Optimizer", int], Any]
 """A job's schedule(): makes a scheduler for an optimizer and a number of steps, or returns None."""
@@ -135,7 +135,7 @@ def twin_of(optimizer: Optimizer, settings: Settings) -> Optimizer:
 
 
 class Resuming:
-    """How a resumed run continues with the optimizer's settings and the schedule."""
+    """Settings of the optimizer and the schedule with which a resumed run continues."""
 
     def __init__(
         self, optimizer: Optimizer, settings: Settings, make: MakeSchedule, *, num_steps: int

@@ -1,4 +1,4 @@
-"""What a learner trains: a model, its optimizer and schedule, and the function from a batch to a loss.
+"""The state that a learner trains: a model, its optimizer and schedule, and the loss function.
 
 Built from a Job, or by `mh.join()` from the objects of a user's own loop. The results of a job's methods are
 checked here, so that an error names the method that made the mistake.
@@ -57,9 +57,9 @@ class TrainState:
     lr_factor: float = 1.0
     """Factor on the learning rate of the next step; sent by the coordinator with each step."""
     ticks: int = 1
-    """How many times the schedule is stepped after the next step; likewise."""
+    """Number of times that the schedule is stepped after the next step; likewise."""
     activity: Activity = field(default_factory=Activity)
-    """What the worker is doing right now, to explain a hang."""
+    """Current activity of the worker, to explain a hang."""
 
     @classmethod
     def of(

@@ -35,7 +35,7 @@ from manyhands.transport.fields import Count, MessageSet, Positive, Seconds, Wei
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a member is started for."""
+    """Task of a member."""
 
     job: str
     """path.py or path.py:Name"""
@@ -50,7 +50,7 @@ class Assignment:
     debug: bool = False
     schedule: str = ""
     checkpoint: str | None = None
-    """Where to load the state from."""
+    """Checkpoint from which to load the state."""
     init_from: str | None = None
     """The checkpoint whose weights a new run starts with."""
     spans_hosts: bool = False
@@ -61,7 +61,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class Portion:
-    """What one worker computes in one global step. Not frozen, as StepRow."""
+    """Work of one worker in one global step. Not frozen, as StepRow."""
 
     as_list: ClassVar[bool] = True
 
@@ -72,11 +72,11 @@ class Portion:
     ranges: tuple[Range, ...]
     """The samples of this worker."""
     part: int = 0
-    """Which part of the step this is; in lockstep, this worker's rank."""
+    """Number of the part within the step; in lockstep, this worker's rank."""
     lr_factor: float = 1.0
     """Factor of the learning rate."""
     ticks: int = 1
-    """How often the schedule is stepped after the whole step."""
+    """Number of times that the schedule is stepped after the whole step."""
 
     @property
     def samples(self) -> int:
@@ -90,7 +90,7 @@ class TrainOrder:
 
 @dataclass(frozen=True)
 class RestOrder:
-    """Nothing is left to do before the others are done, too."""
+    """Order to rest: there is nothing to do before the others are done too."""
 
 
 def _is_part(value: tuple[float, float, float]) -> bool:
@@ -123,7 +123,7 @@ class StopOrder:
 
 @dataclass(frozen=True)
 class LeaveOrder:
-    """All have stopped: end."""
+    """Order to exit: all have stopped."""
 
 
 Order = (
@@ -162,7 +162,7 @@ class JobFields:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What a worker found out about the job when it built it."""
+    """Facts about the job, which a worker finds out when it builds it."""
 
     job: str
     fields: JobFields
@@ -270,7 +270,7 @@ class Saved(Report):
     stall_s: Seconds = 0.0
     write_s: Seconds = 0.0
     error: str = ""
-    """Why it could not be saved; then there are no files."""
+    """Reason why it could not be saved; then there are no files."""
     not_finite: list[str] = field(default_factory=list)
     """Names of weights that are not finite, if that is why."""
 

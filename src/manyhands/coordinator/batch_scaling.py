@@ -31,13 +31,13 @@ class Scaling:
         return self.rule != NONE
 
     def batch(self, batch_size: int, world: int) -> int:
-        """The global batch for a number of workers: the nearest whole number."""
+        """Return the global batch for a number of workers: the nearest whole number."""
         if not self.on:
             return batch_size
         return max(1, (2 * batch_size * world + self.reference) // (2 * self.reference))
 
     def factor(self, world: int) -> float:
-        """The factor of the learning rate for a number of workers."""
+        """Return the factor of the learning rate for a number of workers."""
         if not self.on:
             return 1.0
         ratio = world / self.reference
@@ -68,10 +68,10 @@ class Ramp:
         return self.start + (self.end - self.start) * done / self.over
 
     def left(self, step: int) -> int:
-        """Steps after this one until the first with `end`; 0: the next one has it."""
+        """Return the number of steps after this one until the first with `end`; 0: the next one has it."""
         return max(0, self.since + self.over - step) if self.over > 1 else 0
 
     def turn(self, end: float, *, step: int, over: int) -> Ramp:
-        """Head for another end after this step: over a warm-up if it is higher, else at once."""
+        """Approach another end after this step: over a warm-up if it is higher, else at once."""
         now = self.at(step)
         return Ramp(now, end, step, over if end > now else 0)

@@ -60,5 +60,5 @@ class BestModel:
 
 
 def numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Metrics from JSON, which has None for what is not a number."""
+    """Return metrics from JSON, which has None for what is not a number."""
     return {name: math.nan if value is None else value for name, value in metrics.items()}

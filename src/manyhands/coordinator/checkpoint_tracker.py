@@ -56,8 +56,8 @@ class CheckpointTracker:
         return any(not expected.started for expected in self._expected.values())
 
     def under_way(self, members: Collection[str], *, unstarted: bool = False) -> list[int]:
-        """Steps whose checkpoints one of these members is writing from a copy of the state. `unstarted`: also
-        those that are not copied yet."""
+        """Return the steps of checkpoints that these members are writing from a copy of the state. If
+        `unstarted` is true, include those that are not copied yet."""
         return [
             step
             for step, expected in self._expected.items()

@@ -1,4 +1,4 @@
-"""What all parts of a run share."""
+"""Objects that all parts of a run share."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ HELLO_LIMITS = Limits(head_bytes=64 << 10, payload_bytes=0)
 
 @dataclass
 class MemberRecord:
-    """What the coordinator knows of one member."""
+    """State of one member in the coordinator."""
 
     name: str
     handle: Handle
@@ -66,7 +66,7 @@ class MemberRecord:
     ticks: int = 0
     """Its own count of progress."""
     ticked: float = 0.0
-    """When `ticks` changed last."""
+    """Time of the last change of `ticks`."""
     left: bool = False
     """If true, it sent its goodbye or was dismissed."""
     ignored: bool = False
@@ -214,11 +214,11 @@ class Coordinator:
         return event
 
     def interrupt(self, number: int) -> None:
-        """For signal handlers: put a signal into the inbox."""
+        """Put a signal into the inbox. Safe in a signal handler."""
         self._inbox.put(inbox.Signalled(number))
 
     def thread_failed(self, error: BaseException) -> None:
-        """An `on_error` for the threads behind the inbox."""
+        """Put a failure into the inbox: the `on_error` of the threads behind it."""
         self._inbox.put(inbox.ThreadFailed(error))
 
     def send(self, name: str, message: object) -> None:
@@ -384,5 +384,5 @@ def signal_name(exit_code: int) -> str:
 
 
 def exit_status(exit_code: int) -> int:
-    """A child's exit code as a shell would report it."""
+    """Return a child's exit code as a shell would report it."""
     return 128 - exit_code if exit_code < 0 else exit_code

@@ -45,7 +45,7 @@ from manyhands.hosts.view import View
 from manyhands.ranges import Range
 
 PROBE_EVERY = 50
-"""How often, in steps, a worker that is too slow for a share gets one sample: it may have become faster."""
+"""Interval, in steps, at which a worker that is too slow for a share gets one sample, to measure it again."""
 
 Send = Callable[[str, messages.Order], None]
 """Sends an order to the member of that name."""
@@ -109,7 +109,7 @@ class Dispatcher(ABC):
         steps."""
 
     def committed(self) -> Iterator[CommittedStep]:
-        """The steps that are complete now."""
+        """Return the steps that are complete now."""
         for step in self.progress.committed():
             self.plan.commit(step.event.step, loss=step.event.loss)
             self.meter.note(step.event.samples)
@@ -117,11 +117,11 @@ class Dispatcher(ABC):
         self.meter.busy(len(self.progress) > 0)
 
     def saving(self, member: str, step: int) -> None:
-        """The writer has copied the state of a checkpoint."""
+        """Note that the writer has copied the state of a checkpoint."""
         self._checkpoint_tracker.started(member, step)
 
     def evaluated(self) -> None:
-        """All workers have evaluated."""
+        """Called when all workers have evaluated."""
         return
 
     def finish(self, reason: str) -> None:
@@ -171,7 +171,7 @@ class Dispatcher(ABC):
             self._send(name, messages.EvaluateOrder(step, epoch, (start, stop, ends[-1])))
 
     def _weights(self) -> list[float]:
-        """How much each worker should get, in proportion."""
+        """Return how much each worker should get, in proportion."""
         return self.throughput.weights(self.workers)
 
 

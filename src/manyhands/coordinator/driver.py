@@ -44,9 +44,9 @@ from manyhands.runs.checkpoints import Manifest
 from manyhands.threads import describe
 
 POLL_S = 0.1
-"""How long the loop waits for an event before it checks timeouts."""
+"""Time for which the loop waits for an event before it checks timeouts."""
 COPY_S = 2.0
-"""How long a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
+"""Time for which a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
 
 
 class Driver:
@@ -276,6 +276,8 @@ class Driver:
                 self.failures.on_beat(member, message)
                 ticked = self.coordinator.members[member].ticked
                 self._last_progress = max(self._last_progress, ticked)
+                if self.plan is not None and self.plan.awaiting:
+                    self.membership.recovery_clock.active(ticked)
             case Failed():
                 self.failures.on_failed(member, message)
             case Bye() if not self.membership.leaving:

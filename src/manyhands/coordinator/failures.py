@@ -1,4 +1,4 @@
-"""Which failure came first. Pure.
+"""Finds the failure that came first. Pure.
 
 When a member dies, its peers fail too, a moment later and with louder messages. So failures have
 grades: a cause is reported at once; a consequence (a broken collective) only if no cause shows up for a
@@ -46,7 +46,7 @@ class FirstFailure:
         self._newest = now
 
     def verdict(self, now: float) -> MemberFailure | None:
-        """The failure to report, once it is certain or nothing new has come for a while."""
+        """Return the failure to report, once it is certain or nothing new has come for a while."""
         first = min(self._failures.values(), key=lambda failure: failure.grade, default=None)
         if first is None or first.grade is Grade.CAUSE or now - self._newest >= self._settle_s:
             return first

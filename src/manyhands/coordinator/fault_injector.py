@@ -40,7 +40,7 @@ from manyhands.hosts.launchers.local import LocalHandle
 ONCE_WITHIN_S = 60.0
 """`once` is a moment of the first minute."""
 CUT_EVERY_S = 0.1
-"""How often a link is cut, while links of a member are to stay cut."""
+"""Interval between cuts while links of a member are to stay cut."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ class ActiveClause:
         return not self.over and (step if by_step else elapsed_s) >= self._due
 
     def done(self, elapsed_s: float) -> None:
-        """The fault has happened. Missed ones are not made up for."""
+        """Set when the clause is due next, after its fault. Skipped faults are not repeated."""
         self.over = self.clause.timing.kind != EVERY
         self._due = elapsed_s + self.clause.timing.value
 
@@ -134,7 +134,7 @@ class FaultInjector:
                 self._note(active.clause, member, now, plan.step)
 
     def summary(self, *, finished: bool) -> dict[str, Any]:
-        """How many faults the run recovered from, and how long training stood still for them."""
+        """Return the number of faults from which the run recovered, and the median pause."""
         pauses = [fault.pause_s for fault in self.faults if fault.pause_s is not None]
         return {
             # If the run finished, it recovered also from a fault that came too late for another step.
@@ -186,7 +186,7 @@ class FaultInjector:
         return possible_targets(clause, workers, servers)
 
     def _is_reachable(self, name: str) -> bool:
-        """Whether it is a process on this machine without a fault that still lasts."""
+        """Return whether a member runs on this machine and has no fault in progress."""
         member = self._coordinator.members[name]
         lasting = any(fault.member == name for fault in self.faults if fault.lasts)
         return isinstance(member.handle, LocalHandle) and not lasting

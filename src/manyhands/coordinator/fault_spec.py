@@ -84,7 +84,7 @@ class FaultSpec:
 def possible_targets(
     clause: FaultClause, workers: Sequence[str], servers: Sequence[str]
 ) -> list[str]:
-    """The members that a clause may hit: a kill leaves enough of them to continue."""
+    """Return the members that a clause may hit: a kill leaves enough of them to continue."""
     if clause.fault == KILL:
         can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
         workers, servers = workers if can_die[0] else (), servers if can_die[1] else ()

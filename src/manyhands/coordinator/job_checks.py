@@ -89,7 +89,7 @@ def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
 
 
 def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts) -> str:
-    """Why the run can't have so many workers, with `present` now; empty if it can."""
+    """Return why the run can't have so many workers, with `present` now; empty if it can."""
     config, samples = options.config, facts.train_samples
     if workers < 1:
         return "at least 1 is needed"
@@ -106,7 +106,7 @@ def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts)
 
 
 def monitor_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Monitor:
-    """The metric that decides which model is best. `saved`: the plan of a resumed run, which keeps its
+    """Return the metric that decides which model is best. `saved`: the plan of a resumed run, which keeps its
     direction."""
     text = facts.fields.monitor
     if not facts.metrics:
@@ -116,7 +116,8 @@ def monitor_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Mo
 
 
 def monitor_note(monitor: Monitor, facts: WorkerFacts) -> str:
-    """A note about a direction that a resumed run has kept and that its name does not tell; or empty."""
+    """Return a note if a resumed run keeps a direction that the metric's name does not show; else an empty
+    string."""
     text = facts.fields.monitor
     unsaid = text.strip() == monitor.name and lower_is_better(monitor.name) != monitor.lower
     if not facts.metrics or not unsaid:
@@ -126,7 +127,7 @@ def monitor_note(monitor: Monitor, facts: WorkerFacts) -> str:
 
 
 def plateau_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Plateau | None:
-    """The job's plateau rule, if it has one, with the name and direction of what it watches."""
+    """Return the job's plateau rule, if it has one, with the name and direction of what it watches."""
     fields, metrics = facts.fields, facts.metrics
     if not fields.plateau:
         return None

@@ -18,7 +18,7 @@ from manyhands.coordinator.plateau import Plateau, PlateauWatch
 
 @dataclass(frozen=True)
 class RateChange:
-    """From a step on the learning rate has another factor."""
+    """Change of the factor on the learning rate, from a step on."""
 
     step: int
     """The first step with it."""
@@ -76,7 +76,7 @@ class LearningRate:
             self._lowered(self.watch.judge(metrics[rule.metric.name]), step)
 
     def mean_due(self, *, num_open: int, epoch_over: bool) -> bool:
-        """Whether the mean of losses is complete, or will be when the open steps are committed."""
+        """Return whether the mean of losses is complete, or will be when the open steps are committed."""
         if not self.counts_losses:
             return False
         assert self.watch.rule is not None
@@ -85,7 +85,7 @@ class LearningRate:
         return num_steps >= every if every else epoch_over and num_steps > 0
 
     def room(self, *, num_open: int) -> int | None:
-        """How many more steps fit into the mean; None: any number."""
+        """Return how many more steps fit into the mean; None: any number."""
         if not self.counts_losses or self.watch.rule is None or not self.watch.rule.every:
             return None
         return self.watch.rule.every - self.watch.num_steps - num_open
@@ -94,12 +94,12 @@ class LearningRate:
         self._lowered(self.watch.close(), step)
 
     def take_changes(self) -> list[RateChange]:
-        """The changes since the last call."""
+        """Return the changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
     def state(self) -> dict[str, Any]:
-        """Empty while there is nothing to remember."""
+        """Return the state for a checkpoint; empty while there is none."""
         state: dict[str, Any] = {}
         if self.scaling.on:
             state["ramp"] = dataclasses.asdict(self._ramp)

@@ -15,6 +15,7 @@ import time
 
 from manyhands.control.messages import Assignment
 from manyhands.coordinator.context import RunContext
+from manyhands.coordinator.recovery_clock import RecoveryClock
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.unreached import UnreachedPeers
 from manyhands.coordinator.views import Views
@@ -35,14 +36,13 @@ class Membership:
         self.num_lost: int = before.num_lost if before else 0
         self.num_replaced: int = before.num_replaced if before else 0
         self.num_full_restarts: int = before.num_full_restarts + 1 if before else 0
-        """How often all members started again from a checkpoint. Limited by `max_restarts`."""
+        """Number of restarts of all members from a checkpoint. Limited by `max_restarts`."""
         self._coordinator = context.coordinator
         self._options = context.options
         self._stream = context.stream
-        self._first_death: float | None = before._first_death if before else None
-        """Time of the first death since the last view became active."""
+        self.recovery_clock: RecoveryClock = before.recovery_clock if before else RecoveryClock()
         self._reasons: dict[str, str] = {}
-        """Why a member is about to end."""
+        """Reasons why members are about to end."""
         self._disconnected: dict[str, float] = {}
         """Members whose link to the coordinator is lost, since when."""
         self._unreached = UnreachedPeers()
@@ -54,15 +54,13 @@ class Membership:
         """If true, all members may start again from a checkpoint."""
         return self.num_full_restarts < self._options.max_restarts
 
-    def finish_view_change(self) -> float | None:
-        """Activate the view: all have joined. Returns the seconds since a death, if that was the reason."""
+    def finish_view_change(self) -> None:
+        """Activate the view: all have joined."""
         self.num_replaced += self.views.activate()
         self._unreached.clear()
-        first_death, self._first_death = self._first_death, None
-        return None if first_death is None else time.monotonic() - first_death
 
     def dismiss(self) -> None:
-        """All members leave."""
+        """Note that all members leave."""
         self.leaving = True
         self.pool.dismiss_new()
 
@@ -74,11 +72,11 @@ class Membership:
         return member in self._reasons
 
     def disconnected(self, member: str) -> None:
-        """Its link is lost. It ends itself, or is ended in a moment."""
+        """Note a lost link. The member ends itself, or is ended in a moment."""
         self._disconnected.setdefault(member, time.monotonic())
 
     def reason(self, member: str, default: str) -> str:
-        """Why it ended, if anything is known besides its exit code."""
+        """Return why it ended, if anything is known besides its exit code."""
         return self._reasons.get(member, self._coordinator.members[member].handle.why or default)
 
     def end(self, name: str, reason: str) -> None:
@@ -89,7 +87,8 @@ class Membership:
             member.handle.kill()
 
     def lose(self, member: str, reason: str) -> bool:
-        """A member has died: form the next view at once. False if those that are left can't recover."""
+        """Form the next view after a death, at once. Returns False if the members that are left can't
+        recover."""
         roster, views, pool = self.roster, self.views, self.pool
         names = views.current.names
         left = [name for name in names if name != member and roster.is_alive(name)]
@@ -112,14 +111,14 @@ class Membership:
         return True
 
     def lose_all(self, member: str, reason: str) -> None:
-        """With this member the weights are lost, or a part of them."""
+        """Note the loss of a member with which weights are lost."""
         if self.roster.is_alive(member):
             self._stream.notice(f"{member}: {reason}")
         else:
             self._count_loss(member, reason, num_workers=0)
 
     def give_up(self, member: str, reason: str) -> None:
-        """A new member failed before it had joined a view: replace it."""
+        """Replace a new member that failed before it joined a view."""
         if member not in self.roster.new:
             return
         self.roster.new.discard(member)
@@ -131,8 +130,8 @@ class Membership:
         self.pool.replace(member)
 
     def reconnect(self, member: str, peer: str) -> None:
-        """Two members lost their link, and both live: all of the view connect again. If that fails
-        repeatedly, one of the two is left out."""
+        """Have all members of the view reconnect: two living members have lost their link. If that fails
+        repeatedly, leave one of the two out."""
         view = self.views.current
         if any(map(self.is_ending, view.names)):
             return  # a member is about to end, and the next view comes with that
@@ -170,7 +169,7 @@ class Membership:
 
     def _count_loss(self, member: str, reason: str, *, num_workers: int) -> None:
         """`num_workers`: how many are left."""
-        self._first_death = self._first_death or time.monotonic()
+        self.recovery_clock.lost(time.monotonic())
         self.num_lost += 1
         self.pool.num_changes += 1
         view = self._coordinator.view.number if self._coordinator.view else 0

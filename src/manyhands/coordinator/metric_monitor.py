@@ -64,13 +64,14 @@ LOSS = Monitor("loss", lower=True)
 
 
 def metric_name(text: str) -> str:
-    """The metric's name, without the direction."""
+    """Return the metric's name, without the direction."""
     return _split(text)[1]
 
 
 def read_monitor(text: str, *, option: str, saved: Monitor | None = None) -> Monitor:
-    """The metric that `text` names: with the direction that it states, else with the one that a resumed run
-    began with, else with that of its name. `option` shows how to write it, with {} for the metric."""
+    """Return the metric that `text` names: with the direction that it states, else with the one that a
+    resumed run began with, else with that of its name. `option` shows how to write it, with {} for the
+    metric."""
     mode, name = _split(text)
     if mode:
         return Monitor(name, mode == MIN)
@@ -87,7 +88,7 @@ def read_monitor(text: str, *, option: str, saved: Monitor | None = None) -> Mon
 
 
 def lower_is_better(name: str) -> bool | None:
-    """Whether lower values of a metric with this name are better; None if the name does not say."""
+    """Return whether lower values of a metric with this name are better; None if the name does not say."""
     words = re.findall(r"[a-z]+\d*|\d+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name).lower())
     if NEGATING.intersection(words) or re.match(r"\s*(-|1\s*-)", name):
         return None
@@ -104,7 +105,7 @@ def lower_is_better(name: str) -> bool | None:
 
 
 def saved_monitor(plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
-    """The direction of this metric by which a saved plan has chosen its best model."""
+    """Return the direction of this metric by which a saved plan has chosen its best model."""
     plan = plan or {}
     if "monitor" in plan:
         mode, before = _split(plan["monitor"])
@@ -114,7 +115,7 @@ def saved_monitor(plan: Mapping[str, Any] | None, name: str) -> Monitor | None:
 
 
 def formerly_lower(name: str) -> bool:
-    """The direction in runs of versions that did not save it."""
+    """Return the direction in runs of versions that did not save it."""
     return any(word in name.lower() for word in ("loss", "error", "perplexity"))
 
 

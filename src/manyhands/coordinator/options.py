@@ -22,13 +22,13 @@ PROGRAMS = {WORKER: "manyhands.worker.main", SERVER: "manyhands.worker.server"}
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Where the coordinator listens and how it starts members."""
+    """The coordinator's address and its launcher."""
 
     control: str
     """The address that the coordinator listens on."""
     launcher: Launcher
     authority: Authority | None = None
-    """That of the run's key, if it has one."""
+    """The authority of the run's key, if it has one."""
     timeouts: Timeouts | None = None
 
 
@@ -51,11 +51,11 @@ class RunOptions:
     checkpoint_every: int = 0
     """Steps between checkpoints besides those after each epoch; 0: none."""
     keep: int = 3
-    """How many of the newest checkpoints are kept, besides the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     min_workers: int = 1
-    """With fewer workers and no replacements left, the run ends."""
+    """Minimum number of workers: with fewer and no replacements left, the run ends."""
     max_restarts: int = 3
-    """How many dead members are replaced, and how often all restart if the weights are lost."""
+    """Number of dead members that are replaced, and of restarts of all if the weights are lost."""
     max_bad_steps: int = MAX_BAD_STEPS
     """Number of steps in a row without a finite loss after which the run ends as diverged; 0: never."""
     stuck_after_s: float = STUCK_AFTER_S
@@ -68,13 +68,13 @@ class RunOptions:
     equal_shares: bool = False
     """If true, all workers get equal shares of a batch, regardless of their speed."""
     scaling: Scaling = FIXED
-    """How the batch and the learning rate follow the number of workers."""
+    """Rule by which the batch and the learning rate follow the number of workers."""
     trust_network: bool = False
     """If true, bulk data is authenticated and not encrypted."""
     chaos: FaultSpec | None = None
     """Faults to inject."""
     schedule: str = ""
-    """How a resumed run continues the learning-rate schedule: keep, stretch or restart."""
+    """Way in which a resumed run continues the learning-rate schedule: keep, stretch or restart."""
     rehearse: bool = False
     """If true, do everything but train."""
     debug: bool = False
@@ -88,7 +88,7 @@ class RunOptions:
     """The checkpoint whose weights a new run starts with."""
 
     def assignment(self, run: Path, checkpoint: Path | None) -> Assignment:
-        """The assignment of each member."""
+        """Return the assignment of each member."""
         return Assignment(
             job=self.job,
             settings=dict(self.settings),

@@ -28,7 +28,7 @@ EXAMPLE = "factor=0.5; patience=3"
 @dataclass(frozen=True)
 class Plateau:
     factor: float = 0.1
-    """What the learning rate is multiplied by."""
+    """Factor on the learning rate."""
     patience: int = 10
     """Number of values in a row that are no better than the best, before it is lowered."""
     watch: str = ""
@@ -37,7 +37,7 @@ class Plateau:
     every: int = 0
     """Steps over which train_loss is a mean; 0: an epoch."""
     threshold: float = 1e-4
-    """By how much a value has to be better to count, relative to the best."""
+    """Minimum relative improvement over the best value that counts as better."""
     cooldown: int = 0
     """Number of values that are not counted after the learning rate was lowered."""
     lowest: float = 0.0
@@ -73,7 +73,7 @@ class Plateau:
 
 
 def parse_plateau(text: str) -> Plateau:
-    """The rule of a job's field `plateau`."""
+    """Return the rule of a job's field `plateau`."""
     known = {f.name: f for f in fields(Plateau)}
     given: dict[str, Any] = {}
     for option in filter(str.strip, text.split(";")):
@@ -92,8 +92,9 @@ def parse_plateau(text: str) -> Plateau:
 def resolve(
     plateau: Plateau, *, monitor: str, metrics: list[str], saved: Monitor | None = None
 ) -> Plateau:
-    """The rule for a job whose evaluation gives these metrics: what is watched has a name and a direction,
-    that of the job's `monitor` if it is the same metric. `saved`: what a resumed run has watched."""
+    """Return the rule for a job whose evaluation gives these metrics: what is watched has a name and a
+    direction, that of the job's `monitor` if it is the same metric. `saved`: what a resumed run has
+    watched."""
     text = plateau.watch or (monitor if metrics else TRAIN_LOSS)
     if text == metric_name(monitor):
         text = monitor
@@ -114,7 +115,7 @@ def resolve(
 
 
 def saved_watch(plan: Mapping[str, Any] | None) -> Monitor | None:
-    """What the plateau rule of a saved plan has watched."""
+    """Return what the plateau rule of a saved plan has watched."""
     state = (plan or {}).get("rates", {}).get("plateau", {})
     if not state.get("watch"):
         return None
@@ -214,5 +215,5 @@ class PlateauWatch:
 
 
 def _number(value: float | None) -> float:
-    """A number from JSON, which has None for what is not a number."""
+    """Return a number from JSON, which has None for what is not a number."""
     return math.nan if value is None else value

@@ -35,7 +35,7 @@ class OpenPart:
     settled: bool = False
     """If true, it is in the weights according to the members, and its row was lost."""
     sums: Sums | None = None
-    """What the members know of a settled part."""
+    """Sums that the members know of a settled part."""
     wasted: list[StepRow] = field(default_factory=list)
     """Attempts that were dropped: their time was spent, and their bytes sent."""
 
@@ -128,7 +128,7 @@ class StepProgress:
         return True
 
     def samples(self, key: PartKey) -> int:
-        """Number of samples of an open part; 0 if it is not open."""
+        """Return the number of samples of an open part; 0 if it is not open."""
         part = self._part(key)
         return 0 if part is None else sum(stop - start for start, stop in part.ranges)
 
@@ -156,7 +156,7 @@ class StepProgress:
         self._open.clear()
 
     def committed(self) -> Iterator[CommittedStep]:
-        """The steps that are complete now, oldest first."""
+        """Return the steps that are complete now, oldest first."""
         complete, self._complete = sorted(self._complete, key=lambda s: s.plan.step), []
         for step in complete:
             combined = self._combine(step)
@@ -216,13 +216,13 @@ class StepProgress:
         return sum(row.step_s for row in rows) / self.width
 
     def _mean(self, values: Sequence[float | None]) -> float | None:
-        """Mean over workers of the known values."""
+        """Return the mean over workers of the known values."""
         known = [value for value in values if value is not None]
         return sum(known) / (self.width or len(known)) if known else None
 
 
 def _mean_lr(rows: Sequence[StepRow]) -> float:
-    """Mean learning rate of the parts, by weight."""
+    """Return the mean learning rate of the parts, by weight."""
     first, whole = rows[0].lr, sum(row.weight for row in rows)
     if not whole or all(row.lr == first for row in rows):
         return first

@@ -44,14 +44,15 @@ class Roster:
         return self.role(member) == WORKER
 
     def place(self, member: str) -> int:
-        """Its local rank. A replacement takes the place of the member that it replaces, and its device."""
+        """Return its local rank. A replacement takes the place of the member that it replaces, and its
+        device."""
         return self._coordinator.members[member].place
 
     def is_alive(self, member: str) -> bool:
         return self._coordinator.members[member].alive
 
     def may_save(self, member: str) -> bool:
-        """If true, it sees the run folder and is not new, so that it has weights to save."""
+        """Return whether it sees the run folder and has weights to save: a new member has none."""
         return self._coordinator.members[member].handle.sees_run and member not in self.new
 
     def start(self, role: str, place: int, *, saves: bool = False) -> None:

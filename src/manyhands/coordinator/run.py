@@ -1,4 +1,4 @@
-"""From options to a finished run: connects coordinator, driver, sinks and run folder.
+"""Runs a job from options to summary: connects coordinator, driver, sinks and run folder.
 
 A run has one driver per start: when the weights are lost, all members start again from the last
 checkpoint.
@@ -39,7 +39,7 @@ from manyhands.runs.folder import EVENTS, RunFolder
 from manyhands.threads import on_process_failure
 
 FOLDER_CHECK_S = 1.0
-"""How often to check that the run folder still exists."""
+"""Interval of checks that the run folder still exists."""
 DONE = ("finished", "early-stopped")
 EXIT_CODES = {"finished": 0, "early-stopped": 0, LIMIT: 0, "interrupted": 130, "preempted": 75}
 
@@ -216,7 +216,7 @@ def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> int:
 
 
 def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
-    """The content of summary.json. Steps, samples and epochs count the whole run, times this start."""
+    """Return the content of summary.json. Steps, samples and epochs count the whole run, times this start."""
     plan, stats, membership = driver.plan, driver.run_stats, driver.membership
     injector, checkpoint = driver.injector, driver.checkpoint_tracker.newest
     final: Mapping[str, float] = plan.last_metrics if plan else {}
@@ -258,7 +258,7 @@ def _limit(driver: Driver) -> str:
 
 
 def _advice(starts: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
-    """What to do after a run that was not finished, and the command that resumes it."""
+    """Return what to do after a run that was not finished, and the command that resumes it."""
     driver = starts[-1]
     command = f"manyhands resume {shlex.quote(str(driver.context.run.path))}"
     if place := driver.coordinator.launcher.again:

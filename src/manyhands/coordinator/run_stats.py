@@ -65,7 +65,7 @@ class RunStats:
         return was_finite and not self._finite
 
     def speed(self) -> dict[str, Any]:
-        """The times of this start, for the summary."""
+        """Return the times of this start, for the summary."""
         training_s = self._last_commit - (self._training_since or 0.0) if self.samples else 0.0
         per_s = round(self.samples / training_s, 1) if training_s > 0 else None
         unit, each = self.unit
@@ -76,7 +76,7 @@ class RunStats:
         }
 
     def audit(self) -> dict[str, int] | None:
-        """Shows that what is in the weights is what was committed, and once. None without servers."""
+        """Return the counts of applied and committed parts, which are equal. None without servers."""
         if self.pushes is None:
             return None
         return {"applied": sum(self.pushes.values()), "committed": self.parts}

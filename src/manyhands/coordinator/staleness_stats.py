@@ -1,4 +1,4 @@
-"""How stale the parts of steps were, without lockstep. Pure.
+"""Statistics of staleness, without lockstep. Pure.
 
 The staleness of a part is the number of updates applied between the weights that it was computed on
 and its own update: 0 where all wait for all, about the number of workers less one where nobody waits.
@@ -47,11 +47,11 @@ class StalenessStats:
         return 0
 
     def histogram(self) -> dict[str, int]:
-        """Counts by bin, "0", "1", "2-3", "4-7", ... up to the one of the maximum."""
+        """Return the counts by bin, "0", "1", "2-3", "4-7", ... up to the one of the maximum."""
         return {_label(i): count for i, count in enumerate(self._bins)}
 
     def to_dict(self) -> dict[str, Any]:
-        """For the summary."""
+        """Return the statistics for the summary."""
         return {
             "count": self.count,
             "total": self.total,

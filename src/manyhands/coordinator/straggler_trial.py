@@ -29,12 +29,13 @@ WINDOW_STEPS = 10
 WARM_S = 1.0
 """Time before a measurement in which no worker's share may change."""
 WORTHWHILE = 1.05
-"""How much faster the run has to be without the slow workers: noise must not remove any."""
+"""Minimum gain of speed without the slow workers: noise must not remove any."""
 CLEARLY_SLOWER = 0.8
-"""Below this ratio after the first few steps, no full measurement is needed."""
+"""Ratio after the first few steps below which no full measurement is needed."""
 CLEAR_STEPS = 3
 MUCH_SLOWER = 4.0
-"""How many times slower than the fastest a worker has to be; next to other devices, a CPU always is slow."""
+"""Minimum ratio of the fastest worker's speed to a slow one's; next to other devices, a CPU always is
+slow."""
 MAX_TRIALS = 3
 
 
@@ -179,7 +180,7 @@ class StragglerTrial:
             self._to(TrialPhase.SETTLED)
 
     def _find_slow(self, speeds: Mapping[str, float]) -> list[str]:
-        """Workers that may slow the run down; never all."""
+        """Return the workers that may slow the run down; never all."""
         fastest = max(speeds.values())
         kinds = {name: self._pool.device_type(name) for name in speeds}
         mixed = len({kind == "cpu" for kind in kinds.values()}) == 2

@@ -17,7 +17,7 @@ STUCK_AFTER_S = 60.0
 GIVE_UP_FACTOR = 10
 """A stuck member is ended after this many times the time after which it is reported."""
 ENDING_S = 20.0
-"""When the run is being stopped, a stuck member is ended after this long."""
+"""Time after which a stuck member is ended while the run is being stopped."""
 
 
 @dataclass
@@ -57,11 +57,11 @@ class StuckWatch:
         return f"continues after {took_s:.0f} s ({known.beat.doing})" if known.reported else None
 
     def forget(self, member: str) -> None:
-        """It has ended."""
+        """Forget a member that has ended."""
         self._members.pop(member, None)
 
     def newly_stuck(self, now: float) -> dict[str, str]:
-        """Members to report as stuck now, each once, with the message to show."""
+        """Return the members to report as stuck now, each once, with the message to show."""
         if not self._after_s:
             return {}
         found = self._over(self._after_s, now)
@@ -71,7 +71,8 @@ class StuckWatch:
         return new
 
     def hopeless(self, now: float, *, ending: bool = False) -> dict[str, str]:
-        """Members to end now, each once, with the reason. Never one that saves: a disk may be slow."""
+        """Return the members to end now, each once, with the reason. Never one that saves: a disk may be
+        slow."""
         limit_s = self._after_s * GIVE_UP_FACTOR
         if ending:
             limit_s = min(self._after_s or ENDING_S, ENDING_S)

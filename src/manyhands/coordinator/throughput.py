@@ -1,4 +1,4 @@
-"""How fast each worker computes, and the share of a batch with which all finish together. Pure.
+"""Throughput of each worker, and the shares of a batch with which all finish together. Pure.
 
 Only computing time counts, not waiting: the slow worker is the one that computes while the others wait.
 Shares stay equal until others would make a step much shorter: small differences are noise, and with equal
@@ -17,13 +17,13 @@ MEMORY_S = 3.0
 KNOWN_AFTER_S = 1.5
 """Seconds of computing before a worker's speed counts as known."""
 WORTH = 1.15
-"""How many times shorter a step has to become for shares to change."""
+"""Minimum speedup of a step for which shares change."""
 KEPT = 0.2
 """Weight of earlier measurements after shares change: a worker with a fixed cost per step has a new speed."""
 SLOW = 1.5
 """A worker is reported if it takes this many times as long per sample as the median."""
 AGAIN = 5.0
-"""It is reported again once that ratio has changed by this factor."""
+"""Factor of change of that ratio after which it is reported again."""
 LEAST = 1e-4
 """The smallest share, relative to the fastest worker's. In whole samples it may be none, except now and then
 (see dispatch.py): otherwise a worker that has become fast would never be noticed."""
@@ -66,7 +66,7 @@ class Throughput:
             self.speeds.setdefault(worker, Speed()).add(samples, seconds)
 
     def weights(self, workers: Sequence[str]) -> list[float]:
-        """The shares of a batch for these workers, in proportion."""
+        """Return the shares of a batch for these workers, in proportion."""
         now = self._parts_of(workers)
         known = self.speeds_of(workers)
         if known is None:
@@ -84,7 +84,7 @@ class Throughput:
         return rounded
 
     def news(self, workers: Collection[str]) -> list[tuple[str, float]]:
-        """Workers to report as slow now, and how many times slower than the median they are."""
+        """Return the workers to report as slow now, with how many times slower than the median they are."""
         speeds = self.speeds_of(workers)
         if speeds is None or len(speeds) < 2:
             return []
@@ -101,7 +101,7 @@ class Throughput:
         return found
 
     def speeds_of(self, workers: Collection[str]) -> dict[str, float] | None:
-        """Samples per second of each; None until all are known well enough."""
+        """Return the samples per second of each; None until all are known well enough."""
         speeds = {worker: self.speeds.get(worker, Speed()) for worker in workers}
         if any(speed.known_s < KNOWN_AFTER_S for speed in speeds.values()):
             return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict
+
 from manyhands.control import messages
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.context import RunContext
@@ -10,6 +13,7 @@ from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.membership import Membership
 from manyhands.coordinator.plan import LIMIT, TrainingPlan
 from manyhands.coordinator.progress import evaluation_of
+from manyhands.coordinator.recovery_clock import RecoveryTimes
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
 from manyhands.errors import JobError
@@ -83,11 +87,10 @@ class Training:
         dispatcher.catching_up, dispatcher.whole_steps = views.catching_up, views.whole_steps
         self._view = views.current.number
         self._evaluation, self._stopped = {}, set()
-        seconds = membership.finish_view_change()
-        if seconds is not None:
-            self._stream.emit(
-                events.Recovered(view=self._view, seconds=seconds, redone_steps=redone)
-            )
+        membership.finish_view_change()
+        clock, now = membership.recovery_clock, time.monotonic()
+        clock.joined(now, redone_steps=redone, steps_before=steps_before or 0)
+        clock.active(now)
 
     def advance(self) -> None:
         """Dispatch the next orders, or change the view if that is due and nothing is open."""
@@ -138,6 +141,7 @@ class Training:
             case messages.Stopped() if current and not views.joining:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.dispatcher.members):
+                    self._report_recovery(membership.recovery_clock.ended(), at=time.time())
                     membership.dismiss()
                     self.dispatcher.send_all(messages.LeaveOrder())
             case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
@@ -170,12 +174,24 @@ class Training:
                     f"The loss of step {step.event.step} is {step.event.loss}. A lower learning "
                     f"rate, warm-up or clip_norm may help; training continues{until}"
                 )
+            self._note_progress(step.event)
             self._stream.emit(step.event)
         if self._run_stats.bad_steps.too_many:
             self.plan.stop("diverged", save=False)
         self._checkpoint_tracker.commit_written(self.plan)
         for worker, times in self.dispatcher.throughput.news(self.dispatcher.workers):
             self._stream.notice(f"{worker} computes {times:.1f} times slower than the median")
+
+    def _note_progress(self, event: events.StepCommitted | events.Evaluated) -> None:
+        times = self._membership.recovery_clock.progress(time.monotonic(), event.step)
+        self._report_recovery(times, at=event.time)
+
+    def _report_recovery(self, times: RecoveryTimes | None, *, at: float) -> None:
+        if times is not None:
+            split = asdict(times)
+            self._stream.emit(
+                events.Recovered(time=at, view=self._view, seconds=times.seconds, **split)
+            )
 
     def _on_evaluation(self) -> None:
         workers = self.dispatcher.workers
@@ -189,14 +205,14 @@ class Training:
             if (name := plan.config.monitor.name) not in metrics:
                 gave = ", ".join(metrics) or "none"
                 raise JobError(f"monitor is {name!r}, and the evaluation gave {gave}.")
-            self._stream.emit(
-                events.Evaluated(
-                    step=plan.step,
-                    epoch=plan.epoch,
-                    samples=samples,
-                    metrics=metrics,
-                    best=plan.evaluated(metrics),
-                    seconds=max(part.seconds for part in parts),
-                )
+            event = events.Evaluated(
+                step=plan.step,
+                epoch=plan.epoch,
+                samples=samples,
+                metrics=metrics,
+                best=plan.evaluated(metrics),
+                seconds=max(part.seconds for part in parts),
             )
+            self._note_progress(event)
+            self._stream.emit(event)
         self.dispatcher.evaluated()

@@ -1,4 +1,4 @@
-"""Which member to leave out when two of them do not reach each other, though both are alive. Pure."""
+"""Chooses the member to leave out if two living members do not reach each other. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 MAX_FAILED_VIEWS = 2
-"""After so many views in a row in which two members did not reach each other, one of them is left out."""
+"""Consecutive views in which two members fail to reach each other before one of them is left out."""
 
 
 class UnreachedPeers:
@@ -14,13 +14,13 @@ class UnreachedPeers:
         self.left_out: set[str] = set()
         """Members that were left out. They are not replaced."""
         self._pairs: list[tuple[str, str]] = []
-        """Who did not reach whom, one pair a view."""
+        """Members that did not reach each other, one pair per view."""
 
     def add(self, member: str, peer: str) -> None:
         self._pairs.append((member, peer))
 
     def clear(self) -> None:
-        """A view counted, or a member died."""
+        """Start over, after a successful view or a death."""
         self._pairs.clear()
 
     @property

@@ -91,8 +91,8 @@ class Views:
         return len(arrived)
 
     def applied(self) -> dict[PartKey, Sums | None]:
-        """The parts that are in the weights according to those who have joined, with the weight and loss of
-        each where they are known."""
+        """Return the parts that are in the weights according to those who have joined, with the weight and
+        loss of each where they are known."""
         found: dict[PartKey, Sums | None] = {}
         for report in self._joined.values():
             for step, part, *sums in report.settled.applied if report.settled else ():
@@ -111,7 +111,7 @@ class Views:
         return not self._may_save(self.workers[0]) and any(map(self._may_save, self.workers))
 
     def have_weights(self, names: Iterable[str], *, servers: bool) -> bool:
-        """Whether one of these members has the weights: a server if there are any, else a worker."""
+        """Return whether one of these members has the weights: a server if there are any, else a worker."""
         holders = {name for name in names if self._roster.is_worker(name) is not servers}
         return bool(holders - self.catching_up - self._roster.new)
 

@@ -15,7 +15,7 @@ from manyhands.coordinator.progress import PartKey
 from manyhands.ranges import Range, shares, split
 
 AHEAD_S = 0.4
-"""How much work is dispatched ahead: no worker ever waits for an order, and a stop takes this long."""
+"""Work dispatched ahead, in seconds: no worker ever waits for an order, and a stop takes this long."""
 SHORT_AHEAD_S = 0.2
 """The same before a view change, which waits until it is done. Reports come twice in this time."""
 MAX_AHEAD = 256
@@ -49,7 +49,7 @@ class WorkQueue:
         self._part_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """Number of parts that wait."""
+        """Return the number of parts that wait."""
         return len(self.waiting)
 
     @property
@@ -65,7 +65,7 @@ class WorkQueue:
         self.waiting.extend(parts)
 
     def room(self) -> int:
-        """How many more parts the workers should have."""
+        """Return how many more parts the workers should have."""
         return sum(
             max(0, self._target(name) - len(parts)) for name, parts in self._assigned.items()
         )

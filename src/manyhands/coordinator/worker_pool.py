@@ -1,4 +1,4 @@
-"""How many workers there should be: replaces members that died, resizes the run, leaves stragglers out.
+"""Keeps the target number of workers: replaces members that died, resizes the run, leaves stragglers out.
 
 New members are started while the others train. Once one is ready, no more work is handed out; when
 nothing is open, the next view includes it, or lacks a worker that is not wanted any more. A new member
@@ -20,7 +20,7 @@ from manyhands.hosts.view import SERVER, WORKER
 class WorkerPool:
     def __init__(self, context: RunContext, roster: Roster, views: Views) -> None:
         self.target = context.options.workers
-        """How many workers there should be."""
+        """Target number of workers."""
         self.num_changes = 0
         """Number of losses and resizes. Leaving out stragglers does not count."""
         self._coordinator = context.coordinator

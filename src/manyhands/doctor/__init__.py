@@ -24,7 +24,7 @@ __all__ = ["Check", "Finding", "checks", "wants_colour"]
 
 
 def checks(runs: Path = Path("runs")) -> list[Check]:
-    """All checks, in order; `runs` is the folder where run folders go."""
+    """Return all checks, in order. `runs` is the folder where run folders go."""
     return [
         Check("manyhands", software.check_manyhands),
         Check("python", software.check_python),

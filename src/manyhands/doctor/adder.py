@@ -14,6 +14,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.member import die_with
@@ -45,15 +46,23 @@ def add_up(task: AddTask) -> None:
     print("joining the group", flush=True)
     store = dist.FileStore(task.store, world)
     store.set_timeout(limit)
-    dist.init_process_group(task.backend, store=store, rank=rank, world_size=world, timeout=limit)
+    group: Any
+    if task.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        group = dist.ProcessGroupNCCL(store, rank, world, options)
+    elif task.backend == "gloo":
+        group = dist.ProcessGroupGloo(store, rank, world, limit)
+    else:
+        raise ValueError(f"Unknown backend {task.backend!r}")
     print("adding up", flush=True)
     tensor = torch.full((NUM_ELEMENTS,), 2.0**rank, device=device, dtype=torch.float64)
-    dist.all_reduce(tensor)
+    group.allreduce([tensor]).wait()
     total, right = set(tensor.tolist()), 2.0**world - 1
     if total != {right}:
         raise ValueError(f"the sum is {sorted(total)[:3]}, and {right:g} is right")
     print("leaving", flush=True)
-    dist.destroy_process_group()
+    del group
 
 
 def main() -> int:
@@ -69,7 +78,7 @@ def main() -> int:
 
 
 def reason(text: str) -> str:
-    """An error of torch in one line: its first, and what NCCL puts after the words "Last error"."""
+    """Return an error of torch in one line: its first, and what NCCL puts after the words "Last error"."""
     head, _, cause = text.strip().partition("\nLast error:\n")
     lines = [part.strip().splitlines()[0] for part in (head, cause) if part.strip()]
     return ": ".join(lines)

@@ -33,14 +33,14 @@ from manyhands.threads import start_thread
 from manyhands.transport.fields import write
 
 GROUP_S = 60.0
-"""How long starting the processes, forming the group and one all-reduce may take."""
+"""Time limit for starting the processes, forming the group and one all-reduce."""
 SETTLE_S = 0.5
-"""After the first failure: how long the others may take to end by themselves."""
+"""Time for the other processes to end by themselves after the first failure."""
 ADDER = "manyhands.doctor.adder"
 
 
 def check_gloo(*, deadline_s: float = GROUP_S) -> Finding:
-    """Two processes over gloo, on loopback unless GLOO_SOCKET_IFNAME says otherwise."""
+    """Test two processes over gloo, on loopback unless GLOO_SOCKET_IFNAME says otherwise."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     where = interface or "the hostname's address"  # an empty variable leaves it to gloo
     remedy = gloo_remedy(interface, [name for _, name in socket.if_nameindex()])
@@ -48,7 +48,8 @@ def check_gloo(*, deadline_s: float = GROUP_S) -> Finding:
 
 
 def gloo_remedy(interface: str, there: Iterable[str]) -> str:
-    """What to do if gloo fails on the interface, or comma-separated interfaces, that was set for it."""
+    """Return what to do if gloo fails on the interface, or comma-separated interfaces, that was set for
+    it."""
     there = list(there)
     absent = [name for name in interface.split(",") if name and name not in there]
     if absent:
@@ -67,7 +68,7 @@ def gloo_remedy(interface: str, there: Iterable[str]) -> str:
 
 
 def check_nccl() -> Finding:
-    """One process per GPU, over NCCL."""
+    """Test one process per GPU, over NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -167,7 +168,7 @@ def _explain(folder: Path, codes: dict[str, int], world: int, deadline_s: float)
 
 
 def _last_line(folder: Path, name: str) -> str:
-    """The last line of a log: the step that it had begun, or why it failed."""
+    """Return the last line of a log: the step that it had begun, or why it failed."""
     try:
         text = (folder / f"{name.replace(' ', '-')}.log").read_text(errors="replace")
     except OSError:

@@ -11,13 +11,13 @@ from typing import TextIO
 @dataclass(frozen=True)
 class Finding:
     name: str
-    """What was checked; a Check adds it."""
+    """Name of the check; a Check adds it."""
     ok: bool | None
     """False: training will fail or suffer until it is fixed. None: worth knowing, nothing to fix."""
     detail: str
     """The result, in words."""
     remedy: str = ""
-    """What to type, or at least what to do; never empty if `ok` is False."""
+    """Remedy: what to type, or at least what to do. Never empty if `ok` is False."""
 
 
 def good(detail: str) -> Finding:
@@ -58,6 +58,6 @@ class Check:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether to print colours: to a terminal that supports them, unless disabled (no-color.org)."""
+    """Return whether to print colours: to a terminal that supports them, unless disabled (no-color.org)."""
     dumb = os.environ.get("TERM") == "dumb"
     return stream.isatty() and not dumb and not os.environ.get("NO_COLOR")

@@ -79,7 +79,7 @@ def check_devices(driver: Path = Path("/proc/driver/nvidia/gpus")) -> Finding:
 
 
 def judge_no_gpu(installed: int, *, cuda_built: str | None, visible: str | None) -> Finding:
-    """Why torch sees no GPU: there is none, it is hidden, or torch can't use it."""
+    """Return why torch sees no GPU: there is none, it is hidden, or torch can't use it."""
     if not installed:
         return note("no GPU: workers compute on the CPU")
     there = f"{plural(installed, 'GPU')} in this machine"

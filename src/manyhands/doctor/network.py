@@ -18,9 +18,9 @@ from manyhands.threads import start_thread
 from manyhands.transport import Authority, Credentials, Listener, connect
 
 RESOLVE_S = 10.0
-"""How long a name server may take; the check for a name does not wait longer."""
+"""Time limit for a name server; the check for a name does not wait longer."""
 LINK_S = 10.0
-"""How long one step of a round trip may take."""
+"""Time limit for one step of a round trip."""
 
 
 def check_hostname(name: str | None = None, *, timeout_s: float = RESOLVE_S) -> Finding:
@@ -107,7 +107,7 @@ def _resolve(name: str, timeout_s: float) -> list[str]:
 
 
 def _is_own(address: str) -> bool:
-    """Whether a process of this host can listen there."""
+    """Return whether a process of this host can listen there."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:

@@ -24,7 +24,7 @@ class RowWeights:
     shared: Floats
     """The row that new ids share when the table is full: [1, dim], or [0, dim]."""
     salt: int
-    """What the initial row of an id is made from, besides the id. 64 bits."""
+    """Salt of initial rows, which are made from it and the id. 64 bits."""
 
     @classmethod
     def none(cls, dim: int, salt: int) -> RowWeights:
@@ -42,7 +42,7 @@ class RowChunk:
     state: Floats
     """State of the optimizer, [n, m]: m is dim for each of its slots, plus 1 for its scalar."""
     counts: Ids
-    """How often each id was looked up."""
+    """Number of lookups of each id."""
     last_used: Ids
     """The step at which each was last used."""
     waiting_ids: Ids

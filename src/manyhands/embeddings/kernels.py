@@ -32,7 +32,7 @@ _LOW16 = np.uint64(0xFFFF)
 
 
 class RowInit(NamedTuple):
-    """How a new row is made."""
+    """Parameters of a new row's initialization."""
 
     dim: int
     salt: np.uint64

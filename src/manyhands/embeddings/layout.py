@@ -32,7 +32,7 @@ BASE = WINDOW << BASE_BITS
 EXTENDED_AT = 0.75
 """Fraction of entries in use at which memory for the next level is allocated."""
 SPILLED_AT = 0.6
-"""Below this fraction the next level is practically unused; the limit on bytes is computed with it."""
+"""Fraction below which the next level is practically unused; the limit on bytes is computed with it."""
 WAITING_SHARE = 8
 """1/8 of the bytes of a table is for ids that wait for admission."""
 WAITING_BYTES = 12

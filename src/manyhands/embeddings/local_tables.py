@@ -77,7 +77,7 @@ class LocalTables:
         return self._read(name, ids, create=self.makes_on_pull)
 
     def look(self, name: str, ids: Tensor) -> Tensor:
-        """Like `pull`, but make no rows and count nothing."""
+        """Pull rows without making or counting any."""
         return self._read(name, ids, create=False)
 
     def _read(self, name: str, ids: Tensor, *, create: bool) -> Tensor:
@@ -150,7 +150,7 @@ class LocalTables:
         self.stores.put_whole(name, chunk, weights.salt)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy.deepcopy and pickle: copies the rows, wherever they are."""
+        """Copy the rows, wherever they are, for copy.deepcopy and pickle."""
         stores = TableStores(self.specs, seed=self.stores.seed)
         for name in self.specs:
             stores.put_whole(name, *self.stores.whole(name))

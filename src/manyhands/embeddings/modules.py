@@ -333,7 +333,7 @@ class SparseEmbeddingBag(TableModule):
     def forward(
         self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
     ) -> Tensor:
-        """Ids are [bags, ids per bag], or flat with the offset at which each bag begins."""
+        """Reduce each bag. Ids are [bags, ids per bag], or flat with the offset at which each bag begins."""
         if per_sample_weights is not None and self.mode != "sum":
             raise JobError("SparseEmbeddingBag: per_sample_weights are for mode='sum'.")
         if ids.dim() == 2:

@@ -56,7 +56,7 @@ from manyhands.transport.shm import Segment
 SHARED = 0
 """Slot of the row that new ids share when a hashed table is full."""
 SPREAD_FROM = 64 << 20
-"""From this size on, a part of a table takes memory only for its own rows; finding them takes longer."""
+"""Size from which a part of a table takes memory only for its own rows; finding them takes longer."""
 _SHARED_ID = -(1 << 63)
 """The id whose initial row the shared row begins with."""
 

@@ -45,7 +45,7 @@ class UndoLog(ReservedMemory):
         return int(self._numbers[1])
 
     def reset(self, version: int) -> None:
-        """Empty the log: all rows have this version."""
+        """Empty the log, since all rows have this version."""
         self._numbers[:3] = version, version, 0
 
     def begin(

@@ -1,4 +1,4 @@
-"""What the user sees of a run: on stdout, and failures on stderr.
+"""Prints the progress of a run to stdout, and failures to stderr.
 
 `Console` decides what is printed and when; its two subclasses only draw. `PlainConsole` writes lines to
 a pipe, a file or a dumb terminal. `RichConsole` (terminal.py) writes the same lines in colour, above

@@ -13,7 +13,7 @@
             Noticed*                        a note for the user; no action needed
             ScaleAnswered?                  a request for another number of workers
             Injected*                       with --chaos: an injected fault
-            MemberLost+ ViewChanged Recovered       a member died, the others continue
+            MemberLost+ ViewChanged Recovered StepCommitted     a member died, the others continue
             MemberStarted MemberReady ViewChanged   a replacement joined
         Stopping?                           Ctrl-C, SIGTERM, --max-time
         MemberFailed? MemberExited*
@@ -243,13 +243,22 @@ class MemberLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """After a death, all members have joined the next view; its first step is not done yet."""
+    """After a death, the first new step is committed, or evaluated: its event follows. Or nothing was left to
+    do."""
 
     view: int
     seconds: float
-    """From the detection of the first death until all had joined. Redoing steps is not included."""
+    """How long nothing new was committed: the sum of the three times below. In runs without them, only from
+    the detection until all had joined."""
     redone_steps: int
-    """Number of steps to compute again, at least in part."""
+    """Number of steps that were dispatched again, at least in part."""
+    detection_s: float | None = None
+    """From the last step or evaluation before the death until the first death was noticed."""
+    view_s: float | None = None
+    """From then until all members had joined the next view."""
+    redo_s: float | None = None
+    """From then until the first new step was committed. After a restart from a checkpoint, new steps are
+    those after the last one committed before."""
 
 
 @dataclass(frozen=True, kw_only=True)

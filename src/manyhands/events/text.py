@@ -208,8 +208,15 @@ def lost_line(event: events.MemberLost) -> str:
 
 
 def recovered_line(event: events.Recovered) -> str:
-    redo = f", {plural(event.redone_steps, 'step')} to redo" if event.redone_steps else ""
-    return f"recovered in {event.seconds:.2f} s{redo}"
+    again = plural(event.redone_steps, "step")
+    if event.detection_s is None:
+        redo = f", {again} to redo" if event.redone_steps else ""
+        return f"recovered in {event.seconds:.2f} s{redo}"
+    redone = f"; {again} dispatched again" if event.redone_steps else ""
+    return (
+        f"recovered in {event.seconds:.2f} s: {event.detection_s:.2f} s to notice, "
+        f"{event.view_s:.2f} s to reconnect, {event.redo_s:.2f} s to the next step{redone}"
+    )
 
 
 def resumed(event: events.Resumed) -> str:

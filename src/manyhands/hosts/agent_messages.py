@@ -46,7 +46,7 @@ class AgentHello:
 
 @dataclass(frozen=True)
 class ProbeInfo:
-    """What a probe reports about its host, and where it listens."""
+    """Facts of a probe about its host, and its address."""
 
     facts: HostFacts
     address: str
@@ -96,7 +96,7 @@ class Leaving:
 
 @dataclass(frozen=True)
 class LinkBeat:
-    """Both sides send one every second: a link without any for long enough is lost."""
+    """Heartbeat, sent by both sides every second: a link without any for long enough is lost."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class AgentRefused:
 
 @dataclass(frozen=True)
 class RankTaken:
-    """Another agent has this rank; the agent may try again."""
+    """Refusal because another agent has this rank; the agent may try again."""
 
     by: str
 

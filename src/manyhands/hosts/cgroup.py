@@ -25,7 +25,7 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> MemoryLimit | None:
-    """The limit that leaves the least memory, or None if there is none."""
+    """Return the limit that leaves the least memory, or None if there is none."""
     limits = []
     for folder in _levels("memory", root, membership):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
@@ -37,7 +37,7 @@ def memory_limit(root: Path = ROOT, membership: Path = MEMBERSHIP) -> MemoryLimi
 
 
 def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
-    """The CPU time that this process may use, in cores; None: no limit."""
+    """Return the CPU time that this process may use, in cores; None: no limit."""
     quotas = []
     for folder in _levels("cpu", root, membership):
         quota, period, *_ = [*_text(folder / "cpu.max").split(), "", ""]
@@ -49,7 +49,7 @@ def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
 
 
 def _levels(controller: str, root: Path, membership: Path) -> Iterator[Path]:
-    """The folders of this process's control groups, innermost first."""
+    """Return the folders of this process's control groups, innermost first."""
     for line in _text(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):

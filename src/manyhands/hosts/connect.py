@@ -17,10 +17,10 @@ from manyhands.transport import Authority, Credentials, Limits, Link, connect
 
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
 ATTEMPT_S = 5.0
-"""How long one attempt may take; between attempts the process prints that it waits."""
+"""Time limit for one attempt; between attempts the process prints that it waits."""
 PRINT_EVERY_S = 10.0
 RIVAL_S = 3.0
-"""How long to look for another process that is rank 0."""
+"""Time to look for another process that is rank 0."""
 GONE_S = 4.0
 """A coordinator whose port was open and has been closed for so long has ended."""
 
@@ -124,5 +124,5 @@ def check_only_coordinator(spec: ClusterSpec, *, authority: Authority, host: str
 
 
 def _is_closed(error: BaseException | None) -> bool:
-    """Whether that host itself has answered that nothing listens there."""
+    """Return whether that host itself has answered that nothing listens there."""
     return isinstance(error, OSError) and error.errno in (errno.ECONNREFUSED, errno.ENOENT)

@@ -11,5 +11,5 @@ PREFIX = "MANYHANDS_"
 
 
 def option(name: str) -> str | None:
-    """The environment's value for a flag: `run_dir` is MANYHANDS_RUN_DIR."""
+    """Return the environment's value for a flag: `run_dir` is MANYHANDS_RUN_DIR."""
     return os.environ.get(PREFIX + name.upper()) or None

@@ -1,4 +1,4 @@
-"""What a host reports about itself, and what was measured between two hosts."""
+"""Facts that a host reports about itself, and measurements between two hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from manyhands.hosts.machine import available_memory, versions
 from manyhands.transport.fields import Count, Finite, Seconds
 
 WATCH_S = 0.3
-"""How long the cores are watched to see how many are idle."""
+"""Time for which the cores are watched to see how many are idle."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class HostFacts:
     free_bytes: Count
     versions: dict[str, str]
     address: str = ""
-    """Where other hosts reach it."""
+    """Address at which other hosts reach it."""
     interface: str = ""
     ranks: tuple[int, ...] = ()
     """The ranks of the processes there."""
@@ -47,13 +47,13 @@ class PairFacts:
     one: str
     other: str
     trouble: str = ""
-    """Why `one` can't reach `other`; if set, there are no measurements."""
+    """Reason why `one` can't reach `other`; if set, there are no measurements."""
     trouble_back: str = ""
-    """Why `other` can't reach `one`."""
+    """Reason why `other` can't reach `one`."""
     round_trip_s: Seconds = 0.0
     """Median."""
     clock_s: Finite = 0.0
-    """How far the clock of `other` is ahead of the clock of `one`."""
+    """Time by which the clock of `other` is ahead of the clock of `one`."""
     there_bytes_per_s: Finite = 0.0
     back_bytes_per_s: Finite = 0.0
 

@@ -32,7 +32,7 @@ class Endpoint:
 
 
 def addresses() -> dict[str, str]:
-    """The addresses of this host, mapped to their interfaces."""
+    """Return the addresses of this host, mapped to their interfaces."""
     found = {}
     room = array.array("B", bytes(IFREQ_BYTES * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -53,7 +53,8 @@ def addresses() -> dict[str, str]:
 
 
 def reach(address: str) -> Endpoint:
-    """Where others reach this host: at `address`, which has reached another host, or on gloo's interface."""
+    """Return where others reach this host: at `address`, which has reached another host, or on gloo's
+    interface."""
     known = addresses()
     if chosen := os.environ.get(GLOO, "").partition(",")[0].strip():
         own = [where for where, name in known.items() if name == chosen]
@@ -67,7 +68,7 @@ def reach(address: str) -> Endpoint:
 
 
 def way_out() -> str:
-    """The address of this host on its default route; loopback if there is none."""
+    """Return the address of this host on its default route; loopback if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((NOWHERE, 9))  # sends nothing
@@ -77,7 +78,7 @@ def way_out() -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address always means this machine."""
+    """Return whether a name or address always means this machine."""
     if host == "localhost":
         return True
     try:
@@ -87,7 +88,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Whether it means all addresses of a host."""
+    """Return whether it means all addresses of a host."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -95,7 +96,7 @@ def is_any(host: str) -> bool:
 
 
 def own_address(host: str) -> str | None:
-    """The address of this machine behind a name, if others could reach it."""
+    """Return the address of this machine behind a name, if others could reach it."""
     known = addresses()
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)

@@ -19,11 +19,11 @@ class Invitation:
     member: str
     """The member's name."""
     address: str
-    """Where the coordinator listens."""
+    """Address of the coordinator."""
     scratch: str
     """The run's private folder on the member's host."""
     assignment: dict[str, Any]
-    """What the member is to do."""
+    """Task of the member."""
     timeouts: Timeouts
     credentials: Credentials | None = None
     secured: bool = False
@@ -34,7 +34,7 @@ class Invitation:
     host: str = ""
     """The name of the member's host in this run; empty: its own hostname."""
     reach: str = "127.0.0.1"
-    """Where members on other hosts reach this one."""
+    """Address at which members on other hosts reach this one."""
     parent: Count | None = None
     """The process that starts the member."""
 

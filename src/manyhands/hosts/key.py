@@ -61,7 +61,7 @@ def _checked(text: str, where: str) -> str:
 
 
 def no_key(source: str, command: str = "train ... --on env") -> UsageError:
-    """The error if a key is required and missing. `command`: what is run on every host."""
+    """Return the error if a key is required and missing. `command`: what is run on every host."""
     line = f"manyhands {command} --key-file run.key"
     return UsageError(
         f"{source} may name other hosts, and no key was given, so that anybody in the network could "

@@ -66,7 +66,7 @@ def machine_memory(meminfo: Path) -> tuple[int, int]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that compute, from metadata: the coordinator does not load torch."""
+    """Return the versions of packages that compute, from metadata: the coordinator does not load torch."""
     return {
         "manyhands": manyhands.__version__,
         "torch": importlib.metadata.version("torch"),
@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
 
 
 def unfit(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """The difference in versions because of which a host can't take part; empty if there is none."""
+    """Return why a host's versions exclude it from the run; empty if they don't."""
     for name in ("manyhands", "torch"):
         mine, other = ours[name], str(theirs.get(name, "none"))
         # Of torch the minor version has to match; of manyhands, whose messages have no versions, all of it.

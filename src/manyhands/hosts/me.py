@@ -1,4 +1,4 @@
-"""What one member knows about itself: its view, its peers, and how it reaches them."""
+"""Context of one member: its view, its peers, and how it reaches them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Board(Protocol):
 
 @dataclass
 class Me:
-    """What a member knows about itself; passed down, so that nothing reads globals."""
+    """Context of a member; passed down, so that nothing reads globals."""
 
     name: str
     host: str
@@ -53,7 +53,7 @@ class Me:
     trust_network: bool = False
     """If true, bulk data is authenticated but not encrypted."""
     address: str = "127.0.0.1"
-    """Where members on other hosts reach this one."""
+    """Address at which members on other hosts reach this one."""
     spans_hosts: bool = False
     """If true, members may run on other hosts, now or later: nothing may depend on shared memory."""
     newest_view: int = 0
@@ -66,7 +66,7 @@ class Me:
     forms."""
 
     def view_folder(self, view: View) -> Path:
-        """The folder for the sockets and files of a view on this host."""
+        """Return the folder for the sockets and files of a view on this host."""
         folder = self.scratch / f"view-{view.number}"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
@@ -162,14 +162,14 @@ class Me:
             time.sleep(0.005)
 
     def _named_in(self, error: BaseException) -> list[str]:
-        """The members that an error is about: those at an address in it, otherwise all others."""
+        """Return the members that an error is about: those at an address in it, otherwise all others."""
         others = [name for name in self.view.names if name != self.name]
         found = set(re.findall(r"\d+\.\d+\.\d+\.\d+", str(error)))
         named = {name for address in found for name in self.addresses.get(address, ())}
         return [name for name in others if name in named] or others
 
     def lost_a_peer(self, error: BaseException) -> PeerLost:
-        """The error for a failed collective: the peers, and torch's message."""
+        """Return the error for a failed collective: the peers, and torch's message."""
         others = [seat.name for seat in self.view.workers if seat.name != self.name]
         first_line = str(error).strip().splitlines()[0]
         return PeerLost(f"{self.name} lost one of {', '.join(others)}: {first_line}")

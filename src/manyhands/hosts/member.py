@@ -141,7 +141,7 @@ class Member:
         self._link.send(message)
 
     def next_message(self, *, timeout_s: float | None = None) -> Any:
-        """The next view or order, or None if none arrives in time."""
+        """Return the next view or order, or None if none arrives in time."""
         try:
             message = self._received.get(timeout=timeout_s)
         except queue.Empty:
@@ -205,7 +205,7 @@ class Member:
         end_now(self.fail(error))
 
     def _shown(self, error: BaseException) -> str:
-        """The traceback from the job's own code on."""
+        """Return the traceback from the job's own code on."""
         try:
             job = find_job(self.assignment["job"]).path
         except (ManyhandsError, KeyError):
@@ -219,7 +219,7 @@ class Member:
             time.sleep(60)
 
     def leave(self) -> None:
-        """All done: the coordinator may close the link now."""
+        """Send Bye, after which the coordinator may close the link."""
         self._leaving.set()
         with suppress(LinkError):
             self.send(Bye())

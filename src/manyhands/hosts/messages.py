@@ -42,12 +42,12 @@ class BoardPost:
 
 @dataclass(frozen=True)
 class Bye:
-    """All done."""
+    """Last message of a member that is done."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a member ends."""
+    """Report of a member's failure."""
 
     reason: str
     traceback: str

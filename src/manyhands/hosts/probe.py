@@ -29,9 +29,9 @@ from manyhands.transport.fields import Finite, MessageSet, Seconds
 T = TypeVar("T")
 
 REACH_S = 3.0
-"""How long another host may take to answer at all."""
+"""Time limit for another host's answer."""
 STUCK_S = 5.0
-"""How long a measurement may take beyond its allowed time; then its link is closed."""
+"""Time by which a measurement may exceed its allowed time before its link is closed."""
 MAX_S = 1.0
 """Longest download that another host may ask for."""
 NUM_PINGS = 21

@@ -30,7 +30,7 @@ class Scratch:
     """A private folder. Deleted by `close`, or by a later process if this one is killed."""
 
     def __init__(self, name: str | None = None) -> None:
-        """Processes that give the same `name` share a folder; the last one to close it deletes it."""
+        """Open the folder called `name`. Processes share it, and the last one to close it deletes it."""
         remove_abandoned()
         self._shared = name is not None
         while True:

@@ -34,7 +34,7 @@ class Entry:
     host: str = ""
     """A name or an address; empty if unknown to this process."""
     port: int | None = None
-    """Where it may listen, if given."""
+    """Port at which it may listen, if given."""
     local_rank: int | None = None
     """Its number on its host, which picks the GPU; None if unknown to this process."""
     slots: int = 1
@@ -52,7 +52,7 @@ class ClusterSpec:
     port: int | None
     """The coordinator's port; None: not given, or taken by `store`."""
     source: str
-    """Where this was read: `TF_CONFIG`."""
+    """Source of the description: `TF_CONFIG`."""
     mine: Entry | None = None
     """The entry of this process."""
     store: str | None = None

@@ -28,7 +28,7 @@ class Timeouts:
     collective_s: float = 1800.0
     """One collective operation, inside torch."""
     settle_s: float = 0.4
-    """After the first failure: how long to wait for its cause to be reported."""
+    """Time to wait for the cause after a first failure is reported."""
     stop_s: float = 300.0
     """Members that were asked to finish and save have done so."""
     gather_s: float = 300.0
@@ -46,7 +46,7 @@ class Timeouts:
 
     @classmethod
     def endless(cls) -> Timeouts:
-        """For debugging: nothing times out."""
+        """Return timeouts for debugging: nothing times out."""
         short = ("settle_s", "kill_s", "beat_s")
         names = (field.name for field in dataclasses.fields(cls) if field.name not in short)
         return cls(**dict.fromkeys(names, ENDLESS_S))

@@ -35,7 +35,7 @@ def shown(error: BaseException, job: Path | None = None) -> str:
 
 
 def is_users(job: Path | None) -> Callable[[str], bool]:
-    """Whether a file is the user's: the job, or anything that is not installed, torch's or ours."""
+    """Return whether a file is the user's: the job, or anything that is not installed, torch's or ours."""
     package = _package_of(str(job)) if job is not None else None
 
     def judge(file: str) -> bool:
@@ -51,7 +51,7 @@ def is_users(job: Path | None) -> Callable[[str], bool]:
 
 
 def _package_of(file: str) -> str | None:
-    """Of an installed file: the folder of its package."""
+    """Return the folder of the package of an installed file."""
     for place in INSTALLED:
         before, found, inside = file.rpartition(place)
         if found:
@@ -67,7 +67,7 @@ class _Frame:
 
 
 def cut(text: str, is_users: Callable[[str], bool]) -> str:
-    """Without the frames above the user's first one, for each traceback in the text."""
+    """Remove the frames above the user's first one from each traceback in the text."""
     kept: list[str] = []
     frames: list[_Frame] | None = None
     for line in text.splitlines():

@@ -30,7 +30,7 @@ MIN_BITS, MAX_BITS = 10**4, 10**11
 BURST_S = 0.004
 """Burst that may pass after a pause, so that the kernel's timer need not fire for every frame."""
 QUEUE_S = 0.05
-"""How much a link queues before it drops packets."""
+"""Data that a link queues before it drops packets."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LabLayout:
         return f"02:00:00:00:{self.number:02x}:{index + 1:02x}"
 
     def port(self, index: int) -> str:
-        """The switch's end of a host's link."""
+        """Return the switch's end of a host's link."""
         return f"port-{index}"
 
     def index(self, name: str) -> int:

@@ -90,7 +90,7 @@ class KubernetesJob:
         "digits-key",
     )
     grace_s: int = _start(
-        "--grace", "SECONDS", "time for a pod that must go to save a checkpoint", default=120
+        "--grace", "SECONDS", "time for an evicted pod to save a checkpoint", default=120
     )
     retries: int = _start(
         "--retries",

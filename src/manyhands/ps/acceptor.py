@@ -55,7 +55,7 @@ class PeerDisconnected:
 
 
 class Admission:
-    """Which members may connect to a server in a view, and as what."""
+    """Members that may connect to a server in a view, by role."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class Acceptor:
             )
 
     def identified(self, link: Link) -> bool:
-        """The link has sent a good first message; False if it was dropped before."""
+        """Note a link's valid first message. Returns False if the link was dropped before."""
         return self._unidentified.pop(link, self) is None
 
     def ended(self, link: Link) -> bool:
-        """The link is not read any more. Returns whether it was dropped here, to make room for others."""
+        """Note the end of a link. Returns whether it was dropped here, in favour of other links."""
         was_unidentified = self.identified(link)
         self._connections.pop(link, None)
         return not was_unidentified and not self.closed

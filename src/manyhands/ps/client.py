@@ -136,14 +136,14 @@ class PendingPushes:
         ]
 
     def enter(self, server: str, begun: ViewBegun) -> list[Push]:
-        """The server has admitted this worker. Returns the pushes that it lacks."""
+        """Update the pushes from a server's ViewBegun. Returns the pushes that the server lacks."""
         self._applied[server] = max(self._applied[server], begun.done)
         self.drop(begun.late)
         self.allow(begun.permit)
         return [push for seq, push in self._pushes.items() if seq > self._applied[server]]
 
     def apply(self, server: str, own: Sequence[AppliedPush]) -> None:
-        """These pushes are in the weights of a server. All servers report the same outcome."""
+        """Note that these pushes are in the weights of a server. All servers report the same outcome."""
         for each in own:
             self._applied[server] = max(self._applied[server], each.seq)
             if (push := self._pushes.get(each.seq)) is not None:
@@ -151,7 +151,7 @@ class PendingPushes:
         self._resolve()
 
     def drop(self, seqs: Iterable[int]) -> None:
-        """These pushes, if they are pending, were left out."""
+        """Note that these pushes, if they are pending, were left out."""
         for push in [self._pushes[seq] for seq in seqs if seq in self._pushes]:
             push.outcome = PushOutcome(left_out=True)
         self._resolve()
@@ -160,7 +160,7 @@ class PendingPushes:
         self.permit = permit or self.permit
 
     def release(self) -> None:
-        """The leader has started another round without the pending pushes before it."""
+        """Release the pushes without which the leader has started another round."""
         for push in self._pushes.values():
             push.released |= self.permit.until is not None and push.seq < self.permit.until
 
@@ -266,7 +266,7 @@ class ServerConnection:
         return min([self.version, *map(self._version_of, range(len(self.spans)))])
 
     def is_behind(self, needed: Iterable[int] | None) -> bool:
-        """Whether some of these spans (None: all) have not arrived in the announced version."""
+        """Return whether some of these spans (None: all) have not arrived in the announced version."""
         spans = range(len(self.spans)) if needed is None else needed
         return any(self._version_of(i) < self.version for i in spans)
 
@@ -301,7 +301,7 @@ class ServerConnection:
         self.send(message, payload)
 
     def awaits(self, key: object) -> bool:
-        """Whether a request, given by its class or tag, is unanswered."""
+        """Return whether a request, given by its class or tag, is unanswered."""
         return key in self._requests
 
     def forget(self, key: object) -> None:
@@ -321,7 +321,7 @@ class ServerConnection:
         channel.put(priority, GradientSpan(seq, slot, i), bytes_of(gradient))
 
     def end_spans(self) -> None:
-        """The push of the spans sent so far is pending now. With the lock held."""
+        """Note that the push of the spans sent so far is pending now. With the lock held."""
         self._ahead.clear()
 
     def send_push(self, push: Push) -> None:
@@ -348,7 +348,7 @@ class ServerConnection:
             self._disconnect()
 
     def _disconnect(self) -> None:
-        """With the lock held."""
+        """Close the links. With the lock held."""
         self._sent_before = self.bytes_sent
         for each in (self._link, self._channel):
             if each is not None:
@@ -356,8 +356,8 @@ class ServerConnection:
         self._link = self._channel = None
 
     def _on_end(self, control: Link, error: Exception) -> None:
-        """A link of the connection made with `control` can't be read any more: reconnect, unless the server
-        or the view is to blame."""
+        """Reconnect after a link of the connection made with `control` has ended, unless the server broke the
+        protocol or the view changes."""
         if isinstance(error, BadFrame | ProtocolError):
             self._refuse(error)
         elif isinstance(error, LinkError):
@@ -370,7 +370,7 @@ class ServerConnection:
             self._client.waiter.fail(error)
 
     def _refuse(self, error: Exception) -> None:
-        """The server has broken the protocol: close the connection for good, and have it ended."""
+        """Close the connection for good, and have the server ended: it broke the protocol."""
         with self._changed:
             if self._closed:
                 return
@@ -414,7 +414,7 @@ class ServerConnection:
         return data_links
 
     def _enter(self, control: Link, begun: ViewBegun) -> None:
-        """The server has admitted this worker, for the first time or again."""
+        """Open the data links, and send what the server lacks: it has admitted this worker, perhaps again."""
         client = self._client
         placement = Placement.from_record(begun.placement, layout=client.params.layout)
         spans, holders = travelling(placement, self.name) if begun.travels else ([], [])
@@ -494,7 +494,7 @@ class ServerConnection:
 
 
 def _request_of(message: object) -> object:
-    """The class or tag of the request that a message answers."""
+    """Return the class or tag of the request that a message answers."""
     match message:
         case NewVersion(pulled=True):
             return PullRequest
@@ -524,7 +524,7 @@ class Client:
         self.params, self.slots = params, slots
         self.waiter = waiter
         self.placement: Placement
-        """Which server holds which block, as the servers have reported it."""
+        """Placement of the blocks, as the servers have reported it."""
         self.last_parts: set[tuple[int, int]] = set()
         """(step, part) of the last update before this view."""
         self.ticks = 0
@@ -602,9 +602,8 @@ class Client:
             pushed = self.pushes.add(push, began=began, row_grads=row_grads or {})
             for connection in self._remote:
                 connection.end_spans()
-        for connection in self._remote or [
-            self._leader
-        ]:  # the leader tells those who share its memory
+        # In shared memory, the leader notifies the others.
+        for connection in self._remote or [self._leader]:
             connection.send_push(pushed)
 
     def finish(self, seq: int) -> None:

@@ -26,9 +26,9 @@ class ParameterServer(Strategy):
     servers: int | Literal["auto"] = "auto"
     """Number of servers; auto: every worker that would have a block to serve, or two dedicated ones."""
     placement: Literal["colocated", "dedicated"] = "colocated"
-    """Whether workers are servers too (colocated), or servers are processes of their own (dedicated)."""
+    """Colocated: workers are servers too. Dedicated: servers are processes of their own."""
     transport: Literal["auto", "shm", "tcp"] = "auto"
-    """How gradients and parameters move; auto: shared memory inside a host, the network otherwise."""
+    """Transport of gradients and parameters. Auto: shared memory inside a host, the network otherwise."""
     replicas: int = 1
     """Copies of each block on another server, kept up to date: 1 or 0."""
     row_bits: int = 32
@@ -76,4 +76,4 @@ class ParameterServer(Strategy):
 
     @abstractmethod
     def mode(self, clip_norm: float | None) -> PsMode:
-        """The mode of servers and workers; needs torch."""
+        """Return the mode of servers and workers; needs torch."""

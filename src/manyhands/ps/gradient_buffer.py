@@ -47,7 +47,7 @@ class GradientBuffer:
         WeightsFirst(model, memory=self._lend)
 
     def begin(self, flat: FlatTensors) -> None:
-        """The next backward, or several, write to `flat`."""
+        """Have the next backward, or several, write to `flat`."""
         if id(flat) not in self._pieces:
             self._pieces[id(flat)] = {
                 id(parameter): flat.piece(name).view_as(parameter)
@@ -110,7 +110,7 @@ class WorkerMemory:
         self._buffer = buffer
         self._copy: FlatTensors | None = None
         self._on_device: FlatTensors | None = None
-        """Where a backward on a GPU writes, before it is copied to a slot."""
+        """Buffer of a backward on a GPU, before it is copied to a slot."""
         self.has_copy = copies_params or device != "cpu"
         """If true, the model computes with a copy of the parameters."""
         if self.has_copy:
@@ -127,11 +127,11 @@ class WorkerMemory:
             self._copy.copy_(self.params)
 
     def begin(self, slot: int) -> None:
-        """The next backward, or several, write into this slot."""
+        """Have the next backward, or several, write into this slot."""
         self._buffer.begin(self._on_device or self.slots[slot])
 
     def finish(self, slot: int) -> None:
-        """The gradient is complete."""
+        """Finish the gradient, which is complete."""
         self._buffer.finish()
         if self._on_device is not None:
             self.slots[slot].copy_(self._on_device)
@@ -151,7 +151,7 @@ class Overlap:
         *,
         enabled: bool,
     ) -> None:
-        """Unless `enabled`, gradients are all sent at the end of backward, and forwards do not wait."""
+        """If `enabled` is false, all gradients are sent at the end of backward, and forwards do not wait."""
         self._gradient_buffer = gradient_buffer
         self._client = client
         self._spans_of: dict[int, list[SpanKey]] = defaultdict(list)
@@ -205,7 +205,7 @@ class Overlap:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """A context in which gradients are not sent: another backward will add to them."""
+        """Return a context in which gradients are not sent: another backward will add to them."""
         self._accumulating = True
         try:
             yield
@@ -235,7 +235,7 @@ class Overlap:
 
 
 def _waits(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Modules that wait before their forward, each with the parameters that it waits for."""
+    """Return the modules that wait before their forward, each with the parameters for which it waits."""
     if type(module) is nn.Sequential:
         for child in module.children():
             yield from _waits(child)

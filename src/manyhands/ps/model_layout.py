@@ -28,12 +28,12 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
+    """Return whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
     return type(optimizer) in ELEMENTWISE
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The trained parameters by name, in the optimizer's order. Without frozen ones: weight decay on a
+    """Return the trained parameters by name, in the optimizer's order. Without frozen ones: weight decay on a
     server would change them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     listed = [p for group in optimizer.param_groups for p in group["params"]]
@@ -41,7 +41,8 @@ def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, n
 
 
 def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout:
-    """The layout of a model. It depends only on the model and its optimizer, so all processes agree."""
+    """Return the layout of a model. It depends only on the model and its optimizer, so all processes
+    agree."""
     group_of = {id(p): index for index, g in enumerate(optimizer.param_groups) for p in g["params"]}
     pieces = [
         FlatParameter(
@@ -61,7 +62,7 @@ def layout_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> BlockLayout
 def block_state(
     layout: BlockLayout, block: Block, states: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The optimizer state of a block, from that of each parameter."""
+    """Return the optimizer state of a block, from that of each parameter."""
     whole: dict[str, Any] = {}
     if layout.whole_tensors:
         (only,) = layout.pieces_in(block)
@@ -85,7 +86,7 @@ def block_state(
 def piece_state(
     layout: BlockLayout, name: str, shape: Sequence[int], states: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The optimizer state of a parameter, from that of its blocks."""
+    """Return the optimizer state of a parameter, from that of its blocks."""
     if layout.whole_tensors:
         return {
             k: v
@@ -108,7 +109,7 @@ def piece_state(
 
 
 def join_state(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int]) -> dict[str, Any]:
-    """The state of a parameter, in its own shape, from that of its consecutive pieces."""
+    """Return the state of a parameter, in its own shape, from that of its consecutive pieces."""
     if not pieces or not pieces[0]:
         return {}
     joined: dict[str, Any] = {}

@@ -38,7 +38,7 @@ DIAL_S = 0.5
 new view comes."""
 POLL_S = 0.1
 APART_S = 5.0
-"""After this long without an answer, a living server counts as unreachable from here."""
+"""Time without an answer after which a living server counts as unreachable from here."""
 
 FAILED_S = 2.0
 """Grace period before a failed server ends its process, in case a view comes."""
@@ -170,7 +170,7 @@ class PsNode:
         return self.servers_in(view)[0] == self.me.name
 
     def settled(self) -> dict[str, Any] | None:
-        """What is in the weights, on the leader; None on others."""
+        """Return what is in the weights, on the leader; None on others."""
         if self.server is None or not self.is_leader(self.me.view):
             return None
         assert self.server_state is not None
@@ -217,8 +217,8 @@ class PsNode:
             self.board.send(LinkBroken(self.me.view.number, peer))
 
     def _on_server_error(self, error: BaseException) -> None:
-        """The server of this process has failed: end the process, unless a new view replaces the server
-        anyway. A worker that waits for the server raises its error by itself; one that waits for orders does
+        """End the process after a failure of its server, unless a new view replaces the server anyway. A
+        worker that waits for the server raises its error by itself; one that waits for orders does
         not, and the other workers would wait for this server."""
         view, deadline = self.me.view.number, time.monotonic() + FAILED_S
         while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Which pushes make up the next update: decisions, the four policies behind them, and the ledger. Pure.
+"""Decides which pushes make up the next update: decisions, the four policies, and the ledger. Pure.
 
 A *push* is a worker's gradient of its step number `seq`, described by a Contribution. A *decision* names the
 contributions of the next update. Every server applies all decisions in the same order, so a version means the
@@ -50,7 +50,7 @@ from manyhands.transport.fields import Finite, Weight, at_least, at_most
 
 MAX_NUMBER = (1 << 53) - 1
 MAX_TICKS = 1 << 16
-"""More schedule steps than any batch counts as."""
+"""Limit above the schedule steps of any batch."""
 MAX_UNDER_WAY = 64
 """Limit of pushes of one worker that do not count yet; a correct worker has at most two."""
 KEEP_PUSHES = 64
@@ -90,7 +90,7 @@ class Contribution:
     worker: str
     seq: Number
     slot: Index = 0
-    """Which of the worker's gradient buffers holds it."""
+    """Index of the worker's gradient buffer that holds it."""
     step: Index = 0
     part: Index = 0
     samples: Weight = 1.0
@@ -152,8 +152,8 @@ class Decision:
         return max(each.step for each in self.contributions)
 
     def coefficients(self) -> list[float]:
-        """The factor for each gradient, so that every sample counts as in the mean over its own batch, also
-        if parts of several batches meet in an update, or parts of one are missing.
+        """Return the factor for each gradient, so that every sample counts as in the mean over its own
+        batch, also if parts of several batches meet in an update, or parts of one are missing.
 
         If only a part of a batch is here, the weight of the whole batch, by a job's own weights, is unknown:
         each sample is taken to weigh as much as in that part.
@@ -176,7 +176,8 @@ def progress_after(before: Fraction, contributions: Iterable[Contribution]) -> F
 
 
 def lr_factor(contributions: Sequence[Contribution]) -> float:
-    """The factor on the learning rate of an update: that of its step, or the mean if it has several."""
+    """Return the factor on the learning rate of an update: that of its step, or the mean if it has
+    several."""
     first = contributions[0].lr_factor
     if all(g.lr_factor == first for g in contributions):
         return first
@@ -229,13 +230,13 @@ class Ledger:
             del self.decisions[0]
 
     def after(self, version: int) -> list[Decision]:
-        """Decisions applied after `version`, oldest first."""
+        """Return the decisions applied after `version`, oldest first."""
         missed = [d for d in self.decisions if d.version > version]
         assert len(missed) == self.version - version, f"{version} is too long ago to catch up from"
         return missed
 
     def between(self, version: int, last: int) -> list[Decision]:
-        """Decisions applied after `version`, up to `last`."""
+        """Return the decisions applied after `version`, up to `last`."""
         return [d for d in self.after(version) if d.version <= last] if last > version else []
 
     def copy(self) -> Ledger:
@@ -247,11 +248,11 @@ class Ledger:
 
 class Verdict(enum.Enum):
     ACCEPTED = "accepted"
-    """It waits to be applied."""
+    """Waiting to be applied."""
     DUPLICATE = "duplicate"
     """Resolved before (applied, waiting, dropped, or skipped): discard it."""
     LATE = "late"
-    """Its update was made without it: dropped, and listed in `dropped()`."""
+    """Dropped, since its update was made without it; listed in `dropped()`."""
     UNKNOWN = "unknown"
     """The worker is not in the view."""
 
@@ -290,19 +291,21 @@ class Policy(ABC):
 
     @abstractmethod
     def take(self) -> Decision | None:
-        """The next update to apply now, or None. Taking it counts it as applied. The Decider adds its
+        """Return the next update to apply now, or None. Taking it counts it as applied. The Decider adds its
         progress and learning rate."""
 
     @abstractmethod
     def furthest(self, worker: str) -> int | None:
-        """The last step for which the worker's pull may be answered now; None: any."""
+        """Return the last step for which the worker's pull may be answered now; None: any."""
 
     @abstractmethod
     def waiting_for(self, worker: str, seq: int) -> tuple[str, ...]:
-        """Whose pushes are missing until the worker may start step `seq`, in rank order."""
+        """Return the workers whose pushes are missing before the worker may start step `seq`, in rank
+        order."""
 
     def may_start(self, worker: str, seq: int) -> bool:
-        """Whether the worker's pull of the weights for step `seq` may be answered. Once true, always true."""
+        """Return whether the worker's pull of the weights for step `seq` may be answered. Once true, always
+        true."""
         furthest = self.furthest(worker)
         return worker in self._began and (furthest is None or seq <= furthest)
 
@@ -331,7 +334,7 @@ class Policy(ABC):
         return Verdict.ACCEPTED
 
     def resume_at(self, worker: str) -> int:
-        """The worker's next step; for a worker that is not live, its first step if it joined now."""
+        """Return the worker's next step; for a worker that is not live, its first step if it joined now."""
         last = self._last.get(worker, self._clock)
         return 1 + (last if worker in self._began else max(last, self._slowest()))
 
@@ -377,7 +380,7 @@ class Policy(ABC):
         return min((self._last[worker] for worker in self._live), default=self._clock)
 
     def _apply(self, chosen: Iterable[Contribution]) -> Decision:
-        """The update of these; each gets its staleness, and its scale times the policy's."""
+        """Return the update of these; each gets its staleness, and its scale times the policy's."""
         rank = {worker: i for i, worker in enumerate(self._live)}
         ordered = sorted(chosen, key=lambda each: (rank[each.worker], each.seq))
         contributions = []
@@ -403,7 +406,7 @@ class Policy(ABC):
 
 
 class AsyncPolicy(Policy):
-    """Each push is an update of its own, in order of arrival; no worker waits."""
+    """Policy in which each push is an update of its own, in order of arrival; no worker waits."""
 
     name = "async"
 
@@ -590,7 +593,7 @@ def _check_count(spec: str, option: str, value: object, *, example: int) -> None
 
 @dataclass(frozen=True, slots=True)
 class StartPermit:
-    """Which step a worker may begin."""
+    """Step that a worker may begin."""
 
     at: int
     """Its number, if the policy counts rounds."""
@@ -702,7 +705,7 @@ class Decider:
         return stragglers
 
     def end_pushes(self, worker: str) -> None:
-        """The worker pushes no more until its pushes are resolved."""
+        """Note that the worker pushes no more until its pushes are resolved."""
         self._ending.add(worker)
 
     def rest(self, worker: str) -> None:
@@ -719,5 +722,5 @@ class Decider:
             self.policy.join(worker, rank=rank)
 
     def permit(self, worker: str) -> StartPermit:
-        """Which step a worker may begin: sent along with updates."""
+        """Return which step a worker may begin, to be sent along with updates."""
         return StartPermit(self.policy.resume_at(worker), self.policy.furthest(worker))

@@ -54,7 +54,7 @@ from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, ma
 SPARSE_BYTES = 256 << 20
 """Limit for the ids or gradients of rows in one message."""
 MAX_SLOTS = 16
-"""More slots than any policy has."""
+"""Limit above the slots of any policy."""
 
 Addresses = Annotated[list[Annotated[str, max_length(100)]], max_length(MAX_SLOTS)]
 """Of segments of shared memory."""
@@ -123,7 +123,7 @@ class GradientSpan:
 
 @dataclass(frozen=True)
 class AskMissing:
-    """Which workers does the step after `seq` wait for?"""
+    """Asks for which workers the step after `seq` waits."""
 
     seq: Index
 
@@ -172,7 +172,7 @@ class PullRequest:
 
 @dataclass(frozen=True)
 class Rest:
-    """Don't wait for this worker until it wakes."""
+    """Asks not to wait for this worker until it wakes."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Wake:
 
 @dataclass(frozen=True)
 class PushesEnd:
-    """No push of this worker follows until its pushes are resolved."""
+    """Announces that no push of this worker follows until its pushes are resolved."""
 
 
 # To workers ---------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class PushesEnd:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a connection is closed."""
+    """Reason why a connection is closed."""
 
     why: str
     lost: bool
@@ -211,7 +211,7 @@ class ViewBegun:
     """If true, gradients and parameters are sent over data links."""
     placement: PlacementRecord
     row_placement: RowPlacement | None
-    """Where table rows are, if they are served."""
+    """Placement of table rows, if they are served."""
     permit: StartPermit | None
 
 
@@ -268,7 +268,7 @@ class RowsAnswer:
 
 @dataclass(frozen=True)
 class StateEnd:
-    """All tensors of an answer were sent."""
+    """End of an answer: all tensors were sent."""
 
     of: Literal["state", "table_state"]
 

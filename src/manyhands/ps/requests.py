@@ -37,7 +37,7 @@ class ServerRequests:
         layout: BlockLayout,
     ) -> None:
         self.row_placement: RowPlacement | None = None
-        """Which servers hold which table rows, if rows are served."""
+        """Placement of table rows, if rows are served."""
         self._connections = connections
         self._leader = leader
         self._waiter = waiter
@@ -90,7 +90,7 @@ class ServerRequests:
         return received
 
     def handle(self, server: str, message: object, payload: memoryview | None) -> None:
-        """Called with the client's lock held."""
+        """Handle an answer. Called with the client's lock held."""
         match message:
             case TensorMessage():
                 connection = self._connections[server]

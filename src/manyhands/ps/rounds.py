@@ -130,8 +130,8 @@ class RoundTable:
         return True
 
     def patience_s(self, number: int) -> float:
-        """Timeout of one wait for the doorbell. Short once all workers have pushed: a server may then wait
-        for a sum's buffer that a replica still reads, and freeing it rings no doorbell."""
+        """Return the timeout of one wait for the doorbell. It is short once all workers have pushed: a server
+        may then wait for a sum's buffer that a replica still reads, and freeing it rings no doorbell."""
         return SHORT_S if self.reached(self.pushed, number) else LOOK_S
 
     def _fence(self) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class RowPushes(ABC):
     def __init__(self, train_state: TrainState) -> None:
         self.addresses: list[str] = []
-        """Where servers find the gradients in shared memory, one for each slot."""
+        """Addresses of the gradients in shared memory, one for each slot."""
         self._train_state = train_state
 
     @abstractmethod

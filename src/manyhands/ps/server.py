@@ -91,30 +91,30 @@ Refuse = Callable[[Link, str, ProtocolError], None]
 
 
 class Decisions(ABC):
-    """From a push to a decision."""
+    """Turns pushes into decisions."""
 
     @abstractmethod
     def push_complete(self, message: PushMessage) -> None:
-        """All of a push is here."""
+        """Handle a push that is here completely."""
 
     def check_due(self, worker: str, seq: int) -> None:
         """Raise ProtocolError if a push is too far ahead."""
         return
 
     def push_received(self, server: str, message: PushMessage) -> None:
-        """Another server has all of a push."""
+        """Handle a push that another server has completely."""
         raise ProtocolError("'PushReceived' for a server that does not decide")
 
     def decided(self, server: str, decision: Decision) -> None:
-        """Another server has decided."""
+        """Carry out the decision of another server."""
         raise ProtocolError("a decision from a server that does not decide")
 
     def handle(self, session: WorkerSession, message: object) -> None:
-        """A worker's message to the leader."""
+        """Handle a worker's message to the leader."""
         raise ProtocolError(f"{kind_of(message)!r} for a server that is not the leader")
 
     def permit(self, worker: str) -> StartPermit | None:
-        """Which step a worker may begin; None if another server tells it."""
+        """Return which step a worker may begin; None if another server tells it."""
         return None
 
 
@@ -138,7 +138,8 @@ class FollowerDecisions(Decisions):
 
 @dataclass(eq=False)
 class OwnDecisions(Decisions):
-    """Every server decides by itself: an update is everybody's gradients, so all decide the same."""
+    """Decisions by every server itself: an update has the gradients of all workers, so all decide the
+    same."""
 
     decider: Decider
     updates: UpdatePipeline
@@ -215,7 +216,7 @@ class OwnDecisions(Decisions):
 
 @dataclass(eq=False)
 class LeaderDecisions(OwnDecisions):
-    """This server decides for all. Between hosts, a push counts once every server has it."""
+    """Decisions of the leader, for all servers. Between hosts, a push counts once every server has it."""
 
     peers: Mapping[str, Peer] = field(kw_only=True)
     workers: Sequence[str] = field(kw_only=True)
@@ -258,7 +259,7 @@ class ViewService:
     is_leader: bool
 
     def end(self) -> None:
-        """The view is over. Break reference cycles, so that memory of other members is freed at once: the
+        """End with the view. Break reference cycles, so that memory of other members is freed at once: the
         next view maps its own, and the cyclic collector may not run for minutes."""
         if self.rounds is not None:
             self.rounds.stop()
@@ -443,7 +444,7 @@ class Server:
             item.handled()
 
     def _fail(self, error: BaseException) -> None:
-        """One of the server's threads has failed: members that depend on it must not wait for it."""
+        """Close all sessions after a failure of a thread: members must not wait for this server."""
         if self.error is None:
             self.error = error
         logger.error("%s failed", self.name, exc_info=error)
@@ -499,7 +500,7 @@ class Server:
         self._early.append(item)
 
     def _on_disconnected(self, peer: str) -> None:
-        """Mostly its process is dead, and the next view is on its way. If not, ask for one."""
+        """Ask for a new view, unless one comes by itself because the peer's process is dead."""
 
         def ask() -> None:
             if not self._frozen:
@@ -508,7 +509,7 @@ class Server:
         start_timer(LINK_GRACE_S, ask, name=f"{self.name}-link-grace", on_error=self._fail)
 
     def _begin(self) -> None:
-        """The view has begun: build its service, and handle the messages that came early."""
+        """Begin the view: build its service, and handle the messages that came early."""
         assert self._view_change.plan is not None
         assert self._make_service is not None
         self._service = self._make_service(
@@ -525,7 +526,7 @@ class Server:
             self._handle(item)
 
     def _place(self, sender: str, message: object) -> memoryview | None:
-        """The memory for the payload of a message: sums and gradients are received in place."""
+        """Return the memory for the payload of a message: sums and gradients are received in place."""
         service = self._service
         if isinstance(message, TensorMessage):
             return None

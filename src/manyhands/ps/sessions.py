@@ -76,14 +76,14 @@ class Peer:
 
 @dataclass(frozen=True)
 class InboxItem:
-    """Something for the server's thread: a message and its sender."""
+    """Item for the server's thread: a message and its sender."""
 
     sender: str
     message: Any
     """One of protocol.py, or one that this process puts in itself."""
     payload: memoryview | None = None
     link: Link | None = None
-    """Where it came from: of a first message, and of all messages of workers."""
+    """The link that it came from, of a first message and of all messages of workers."""
     by_worker: bool = False
     """If true, it came over a worker's link; a member of that name may be a server too."""
     handled: Callable[[], None] = lambda: None
@@ -150,7 +150,7 @@ class WorkerReader(PeerReader):
             self._reader.pause()
 
     def _handled(self) -> None:
-        """In the server's thread."""
+        """Resume reading if the inbox has space again. In the server's thread."""
         with self._lock:
             self._num_unhandled -= 1
             was_full = self._num_unhandled == MAX_UNHANDLED - 1
@@ -182,7 +182,7 @@ def check_push(message: PushMessage, worker: str) -> None:
 
 
 def refusal(why: ManyhandsError) -> Refused:
-    """The last message to a member that broke the protocol."""
+    """Return the last message to a member that broke the protocol."""
     return Refused(str(why), isinstance(why, WeightsUnknown))
 
 
@@ -211,7 +211,7 @@ class WorkerSession:
         return self._sent_before + self.link.bytes_sent
 
     def enter_again(self, link: Link) -> None:
-        """The worker has lost its links, and reconnects."""
+        """Replace the links of a worker that reconnects."""
         self.close()
         self._sent_before = self.bytes_sent
         self.link = link
@@ -236,7 +236,7 @@ class WorkerSession:
         return
 
     def buffer_for(self, slot: int, i: int) -> memoryview:
-        """The memory for a span of a gradient."""
+        """Return the memory for a span of a gradient."""
         raise ProtocolError(f"span {i} of a gradient that is in shared memory")
 
     def push_arrived(self, message: PushMessage) -> PushMessage | None:
@@ -378,7 +378,7 @@ class WorkerSessions:
         """`local`: gradients of a worker in this process."""
         self.by_name: dict[str, WorkerSession] = {}
         self.permit: Callable[[str], StartPermit | None] = lambda worker: None
-        """Which step a worker may begin; None if another server tells it."""
+        """Returns which step a worker may begin; None if another server tells it."""
         self.compensation = Compensation(mode.compensate) if mode.compensate else None
         self._server_state = server_state
         self._mode, self._plan, self._peers = mode, plan, peers
@@ -441,8 +441,8 @@ class WorkerSessions:
         return session
 
     def _spans_for(self, worker: str) -> tuple[Sequence[Span], Sequence[int]]:
-        """This server's blocks as they travel, and the indices of those that the worker needs, in the order
-        of its forward. A worker that holds replicas of spans does not need those."""
+        """Return the spans in which this server's blocks are sent, and the indices of those that the worker
+        needs, in the order of its forward. It does not need spans of which it holds replicas."""
         state = self._server_state
         spans, holders = travelling(state.placement, state.name)
         needed = {block.number: i for i, block in enumerate(order_needed(state.layout))}
@@ -491,8 +491,8 @@ class WorkerSessions:
                 other.send(message, payload)
 
     def buffer_for(self, worker: str, message: object) -> memoryview | None:
-        """The memory for the payload of a worker's message. Gradients are received where they are added
-        from."""
+        """Return the memory for the payload of a worker's message. Gradients are received where they are
+        added from."""
         match message:
             case GradientSpan(slot=slot, span=span):
                 if (session := self.by_name.get(worker)) is None:
@@ -518,7 +518,7 @@ class WorkerSessions:
             session.close()
 
     def _rate(self, decision: Decision, push: Contribution, lr: float) -> float:
-        """The learning rate that a push was applied with, as that of a whole step."""
+        """Return the learning rate that a push was applied with, as that of a whole step."""
         rate, (part, whole) = lr * decision.lr_scale, push.share
         return rate if self._mode.rounds or not part else rate * whole / part
 

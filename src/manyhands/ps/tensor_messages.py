@@ -38,7 +38,7 @@ TEXT_FACTOR = 32
 
 
 def max_state_bytes(layout: BlockLayout) -> int:
-    """Limit for the state of a model's optimizer."""
+    """Return the limit for the state of a model's optimizer."""
     return MAX_COPIES * layout.num_bytes + SPARE_BYTES
 
 

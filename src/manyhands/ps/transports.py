@@ -1,4 +1,4 @@
-"""How parameters, gradients and table rows move between the members of a run.
+"""Transports of parameters, gradients and table rows between the members of a run.
 
     SharedMemoryTransport    inside a host: one copy of the parameters and tables, which all members attach;
                              servers read gradients where workers write them

@@ -494,7 +494,7 @@ class NetworkExchange(MessageExchange):
         self._resend_all = False
         self._spans, holders = travelling(placement, server_state.name)
         self._holders = [(name, holders[:i].count(name)) for i, name in enumerate(holders)]
-        """For each span of this server's sums: the holder of its replica, and the span's index there."""
+        """The replica holder of each span of this server's sums, and the span's index there."""
         self._channels = {name: PriorityChannel([peers[name].link]) for name in self._taken}
         kept = [
             (placement.server_of(b), b.number) for b in placement.replicas_of(server_state.name)

@@ -17,7 +17,7 @@ _without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 
 
 def rows_wanted() -> bool:
-    """If false, a module with a table leaves its rows out of a state dict, and expects none in it."""
+    """Return whether modules with tables write rows to state dicts, and expect rows in them."""
     return not _without_rows.get()
 
 

@@ -197,7 +197,7 @@ class RunFolder:
         write_json(self.path / REQUEST, write(ScaleRequest(workers)))
 
     def take_request(self) -> ScaleRequest | None:
-        """The request since the last call, if any. One that can't be read asks for 0 workers."""
+        """Return the request since the last call, if any. One that can't be read asks for 0 workers."""
         path = self.path / REQUEST
         if not path.is_file():
             return None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,7 +24,8 @@ from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
@@ -122,13 +122,14 @@ class AllReduceLearner(Learner):
         if view.world == 1:
             self._set_version(self._version)
             return
-        from manyhands.collectives.group import join_group
+        from manyhands.collectives.join import join_group
         from manyhands.collectives.reducer import Reducer
         from manyhands.collectives.state_sync import agree
         from manyhands.compute.gradients import WeightsFirst
 
         self._group = join_group(self.me, view)
         known = agree(
+            self._group,
             *(self.train_state, self),
             version=self._version,
             agreed=self._agreed,
@@ -145,12 +146,12 @@ class AllReduceLearner(Learner):
             whole = sum(p.numel() * p.element_size() for p in self._parameters)
             bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
             self._weights_first = WeightsFirst(self.train_state.model)
-        self._reducer = Reducer(self._parameters, bucket_bytes=bucket_bytes)
+        self._reducer = Reducer(self._group, self._parameters, bucket_bytes=bucket_bytes)
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import ReplicatedTables, SharedTables
 
             sync_type = SharedTables if shared else ReplicatedTables
-            self._table_sync = sync_type(self.train_state, view)
+            self._table_sync = sync_type(self.train_state, view, self._group)
 
     def _start_state_transfer(self, new: Collection[int], source: int, view: View) -> None:
         """Start the transfer of the state to new workers, which catch up while the others train."""
@@ -235,7 +236,7 @@ class AllReduceLearner(Learner):
         if group is not None:
             if self.me.view_changing or self._in_flight is not None:
                 group.cut()  # otherwise it would wait for data that no worker sends any more
-            group.leave()
+            group.close()
 
     # Steps --------------------------------------------------------------------------------------
 
@@ -249,12 +250,12 @@ class AllReduceLearner(Learner):
             report.compute_s = DeviceTime()
         self._in_flight = report
         with self._view_change_on_lost_peer():
-            if reducer is None:
+            if reducer is None or self._group is None:
                 report.weight, report.loss = gradients(self.train_state, share)
                 computed = _now(report)
                 self.train_state.tables.step(lr, self.train_state.base_lr, share.step)
             else:
-                self._buffers.broadcast()
+                self._buffers.broadcast(self._group)
                 computed = self._share_gradients(share, report, reducer)
                 sent = reducer.bytes_sent
                 if self._table_sync is not None:
@@ -292,42 +293,27 @@ class AllReduceLearner(Learner):
 
     def eval_model(self) -> nn.Module:
         """Return the model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
-        if self._reducer is not None:
+        if self._group is not None:
             with self._view_change_on_lost_peer():
-                self._buffers.broadcast()
+                self._buffers.broadcast(self._group)
         return self.train_state.model
 
     def add_up(self, value: float | Tensor) -> Tensor:
         import torch
-        import torch.distributed as dist
 
         total = torch.as_tensor(value, dtype=torch.float64, device=self.train_state.device).clone()
-        if self._reducer is not None:
+        if self._group is not None:
             with self._view_change_on_lost_peer():
-                dist.all_reduce(total)
+                self._group.all_reduce(total)
         return total
 
     def transport(self) -> str:
-        from manyhands.collectives.group import describe_transport
+        return self._group.describe() if self._group is not None else "none"
 
-        return describe_transport() if self._group is not None else "none"
+    def _view_change_on_lost_peer(self) -> AbstractContextManager[None]:
+        from manyhands.collectives.group import view_change_on_lost_peer
 
-    @contextmanager
-    def _view_change_on_lost_peer(self) -> Iterator[None]:
-        """Turn the error of a collective into ViewChanging: another worker died, and the next view follows.
-        If none follows, only a connection was lost, which is reported to the coordinator. Without a
-        coordinator the error is final."""
-        from manyhands.collectives.group import peer_lost
-
-        try:
-            yield
-        except RuntimeError as error:
-            if not self.me.view_changing and not peer_lost(error):
-                raise
-            if self.me.board is None:
-                raise self.me.lost_a_peer(error) from error
-            self.me.wait_for_a_view(error, grace_s=LINK_GRACE_S)
-            raise ViewChanging(f"a collective broke: {error}") from error
+        return view_change_on_lost_peer(self.me)
 
 
 class Buffers:
@@ -338,15 +324,14 @@ class Buffers:
         self.source = 0
         """The rank that the buffers come from: the first worker that is not new."""
 
-    def broadcast(self) -> None:
+    def broadcast(self, group: Group) -> None:
         import torch
-        import torch.distributed as dist
 
         for dtype in dict.fromkeys(buffer.dtype for buffer in self._buffers):
             alike = [buffer for buffer in self._buffers if buffer.dtype == dtype]
             flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-            dist.broadcast(flat, src=self.source)
-            if dist.get_rank() != self.source:
+            group.broadcast(flat, source=self.source)
+            if group.rank != self.source:
                 for buffer, part in zip(alike, flat.split([b.numel() for b in alike]), strict=True):
                     buffer.copy_(part.view(buffer.shape))
 

@@ -38,7 +38,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """The parts of `unix:/path/to/socket` or `tcp://host:port` (port 0: any free one)."""
+    """Return the parts of `unix:/path/to/socket` or `tcp://host:port` (port 0: any free one)."""
     if match := re.fullmatch(r"unix:(/[^\0]+)", text):
         path = match[1]
         if len(os.fsencode(path)) > MAX_UNIX_PATH:
@@ -74,7 +74,7 @@ def check_trust(
 
 
 def check_owner(sock: socket.socket) -> int:
-    """The process at the other end of a unix socket, which must belong to the same user."""
+    """Return the process at the other end of a unix socket, which must belong to the same user."""
     kind = struct.Struct("3i")
     pid, uid, _ = kind.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, kind.size))
     if uid != os.getuid():

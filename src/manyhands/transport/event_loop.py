@@ -70,7 +70,7 @@ class EventLoop:
             os.eventfd_write(self._waker, 1)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """In the loop's thread, after `delay_s`, unless the timer is cancelled. From the loop's thread."""
+        """Run `callback` after `delay_s`, unless the timer is cancelled. From the loop's thread."""
         timer = Timer(time.monotonic() + delay_s, next(self._numbers), callback)
         heapq.heappush(self._timers, timer)
         return timer
@@ -159,7 +159,7 @@ class LinkReader:
         self._loop.unwatch(self._descriptor)
 
     def resume(self) -> None:
-        """From any thread."""
+        """Continue after `pause`. From any thread."""
         self._loop.call(self._resume)
 
     def _start(self, first_within_s: float | None) -> None:
@@ -322,8 +322,8 @@ class PriorityChannel:
         self._writers = [LinkWriter(link, take=self._take, on_end=self._end) for link in links]
 
     def put(self, priority: int, message: Any, payload: memoryview | None = None) -> None:
-        """Smaller numbers go first. Raises the error of an earlier frame, unless the link is lost. From any
-        thread."""
+        """Queue a frame; smaller priorities go first. Raises the error of an earlier frame, unless the link
+        is lost. From any thread."""
         if self._error is not None:
             raise self._error
         with self._lock:
@@ -346,7 +346,7 @@ class PriorityChannel:
             return heapq.heappop(self._queue)[2] if self._queue else None
 
     def _end(self, error: Exception) -> None:
-        """A link is lost: close all. The readers of the links handle it."""
+        """Close all links after one is lost. Their readers handle it."""
         if not isinstance(error, LinkError):
             self._error = error
         self.close()

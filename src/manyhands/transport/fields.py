@@ -76,22 +76,22 @@ def read(kind: type[T], message: object) -> T:
 
 
 def to_json(message: object) -> str:
-    """The fields of a message as JSON text."""
+    """Return the fields of a message as JSON text."""
     return _ENCODER.encode(message)
 
 
 def encode(message: object) -> str:
-    """A message with its kind, as JSON text: MessageSet.read takes it."""
+    """Return a message with its kind, as JSON text: MessageSet.read takes it."""
     return to_json({"kind": kind_of(message), **_fields_of(cast(Any, type(message)))(message)})
 
 
 def write(message: object) -> dict[str, Any]:
-    """The fields of a message as plain JSON values."""
+    """Return the fields of a message as plain JSON values."""
     return cast("dict[str, Any]", json.loads(to_json(message)))
 
 
 def kind_of(message: object) -> str:
-    """The kind of a message on the wire."""
+    """Return the kind of a message on the wire."""
     return type(message).__name__
 
 
@@ -128,7 +128,7 @@ class MessageSet:
 
 
 def check(passes: Callable[[Any], bool], problem: str) -> Callable[[Any], Any]:
-    """A check for `Annotated`: a value for which `passes` is false has this problem."""
+    """Return a check for `Annotated`: a value for which `passes` is false has this problem."""
 
     def checked(value: Any) -> Any:
         if not passes(value):
@@ -161,7 +161,7 @@ def at_most(most: float) -> Bounds:
 
 
 def max_length(most: int) -> Callable[[Any], Any]:
-    """A check for `Annotated`: at most so many characters or items."""
+    """Return a check for `Annotated`: at most so many characters or items."""
     return check(lambda value: len(value) <= most, f"has a length over the limit of {most}")
 
 

@@ -94,7 +94,7 @@ FROM_LISTENER = MessageSet(Challenge, ClaimAccepted, ClaimRefused, Welcome, stri
 def make_proof(
     secret: str, role: str, *, listener_nonce: str, connector_nonce: str, name: str
 ) -> str:
-    """The proof of one role on one connection, which needs the secret."""
+    """Return the proof of one role on one connection, which needs the secret."""
     # No part can contain a zero byte, so no two lists of parts make the same text.
     text = "\0".join(("manyhands proof 1", role, listener_nonce, connector_nonce, name))
     # Any string may be a secret, even one from an environment variable that is not UTF-8.
@@ -103,7 +103,7 @@ def make_proof(
 
 
 def listening_side(sock: socket.socket, secret: str) -> Handshake:
-    """The listener's side, on a non-blocking socket; returns the connector's name."""
+    """Authenticate the connector, on a non-blocking socket. Returns its name."""
     nonce = secrets.token_hex(NONCE_BYTES)
     yield from _send(sock, Challenge(nonce))
     claim = yield from _receive(sock, FROM_CONNECTOR)
@@ -118,7 +118,7 @@ def listening_side(sock: socket.socket, secret: str) -> Handshake:
 
 
 def connecting_side(sock: socket.socket, secret: str, name: str) -> Generator[int, None, None]:
-    """The connector's side, on a non-blocking socket."""
+    """Authenticate to the listener and check it, on a non-blocking socket."""
     challenge = yield from _receive(sock, FROM_LISTENER)
     if isinstance(challenge, Welcome):
         raise PermissionError("it admits anyone, without a proof of the run's secret")
@@ -139,7 +139,7 @@ def connecting_side(sock: socket.socket, secret: str, name: str) -> Generator[in
 def authenticate(
     sock: socket.socket, deadline: float, *, secret: str, name: str, peer: str
 ) -> None:
-    """The connector's side, waiting until `deadline`. `peer` is for errors."""
+    """Authenticate to the listener, waiting until `deadline`. `peer` is for errors."""
     sock.setblocking(False)
     try:
         for events in connecting_side(sock, secret, name):
@@ -173,7 +173,7 @@ def _send(sock: socket.socket, message: object) -> Generator[int, None, None]:
 
 
 def _receive(sock: socket.socket, messages: MessageSet) -> Generator[int, None, Any]:
-    """The next message. No byte after it is read: those belong to the link."""
+    """Return the next message. No byte after it is read: those belong to the link."""
     reader = FrameReader(LIMITS)
     while True:
         try:

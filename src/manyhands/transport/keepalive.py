@@ -70,7 +70,7 @@ def ask_now_and_then(sock: socket.socket) -> bool:
 
 
 def unreached(sock: socket.socket) -> bool:
-    """Whether the other end has stopped acknowledging."""
+    """Return whether the other end has stopped acknowledging."""
     with suppress(OSError, AttributeError):
         return (
             sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)[_RETRANSMITS] >= MAX_RETRANSMITS

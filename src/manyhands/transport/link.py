@@ -57,7 +57,7 @@ UNSENT_TLS_BYTES = 2 << 20
 WAKE_BYTES = 256 << 10
 """An event loop is woken for this much of a payload at once."""
 LAST_S = 0.1
-"""How long a last message waits for a frame that another thread is sending."""
+"""Time for which a last message waits for a frame that another thread is sending."""
 
 Payload = bytes | bytearray | memoryview
 Place = Callable[[Any, int], memoryview | None]
@@ -106,7 +106,7 @@ def pack(
 
 
 def parse_header(data: Payload, limits: Limits) -> tuple[int, int | None]:
-    """The lengths of head and payload (None: no payload); BadFrame if a field is wrong."""
+    """Return the lengths of head and payload (None: no payload); BadFrame if a field is wrong."""
     magic, version, flags, zero, head_bytes, payload_bytes = HEADER.unpack(data)
     if magic != MAGIC:
         raise BadFrame(f"it starts with {magic!r}, not with {MAGIC!r}")
@@ -165,8 +165,8 @@ class FrameReader:
         messages: MessageSet | None = None,
         place: Place | None = None,
     ) -> Received:
-        """The next message. `recv_into` fills some of a buffer; its exceptions pass through. EOFError if it
-        returns 0."""
+        """Return the next message. `recv_into` fills some of a buffer; its exceptions pass through. EOFError
+        if it returns 0."""
         while True:
             while self._filled < len(self._buffer):
                 received = recv_into(self._buffer[self._filled :])
@@ -346,7 +346,7 @@ class Link:
         timeout_s: float | None = None,
         place: Place | None = None,
     ) -> Received:
-        """The next message, which must be one of `messages`; without them, any JSON object.
+        """Return the next message, which must be one of `messages`; without them, any JSON object.
 
         After LinkTimeout call again: a frame that is half received is continued. After ProtocolError the link
         can still send, for example the reason. Any other error closes the link, also one that place() raises.
@@ -379,8 +379,8 @@ class Link:
             self._recv_lock.release()
 
     def hold(self, on_close: Callable[[], None] | None = None) -> int:
-        """The socket's descriptor, which stays open until `release`: otherwise another link could get its
-        number. `on_close` is called by close()."""
+        """Return the socket's descriptor, which stays open until `release`: otherwise another link could get
+        its number. `on_close` is called by close()."""
         with self._state_lock:
             self.check_open()
             self._num_users += 1
@@ -402,7 +402,7 @@ class Link:
         return not self._closed and self._stream.has_pending
 
     def try_recv(self, messages: MessageSet | None = None, place: Place | None = None) -> Received:
-        """As recv(); raises WouldBlock instead of waiting."""
+        """Receive like recv(), but raise WouldBlock instead of waiting."""
         self.check_open()
         try:
             received = self._receive(self._stream.try_recv_into, messages, place)

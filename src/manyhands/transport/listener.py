@@ -171,7 +171,7 @@ class Listener:
         return self._refusals.count
 
     def accept(self, timeout_s: float | None = None) -> Link:
-        """The next connection that passed its handshake, from any number of threads."""
+        """Return the next connection that passed its handshake, from any number of threads."""
         try:
             link = self._ready.get(timeout=timeout_s)
         except queue.Empty:
@@ -238,7 +238,7 @@ class Listener:
             self._handshakes.drop_late()
 
     def _fail(self, error: BaseException) -> None:
-        """No connection can be accepted any more."""
+        """Fail all waits: no connection can be accepted any more."""
         logger.error("%s failed", self.address, exc_info=error)
         self._failure = describe(error)
         self._ready.put(None)
@@ -312,7 +312,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether the socket at `path` was left by a listener that died without removing it."""
+    """Return whether the socket at `path` was left by a listener that died without removing it."""
     # The kernel refuses connections to any file, and only sockets may be removed.
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
         return False

@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 
 EVERY = 10
-"""Each line after the first is logged when the count has grown by this factor."""
+"""Factor of growth of the count after which the next line is logged."""
 MAX_REASONS = 40
 OTHERS = ""
 _DETAILS = re.compile(r"""b?'[^']*'|b?"[^"]*"|0x[0-9a-f]+|[\d.:]+""")

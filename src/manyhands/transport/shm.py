@@ -31,7 +31,7 @@ class Segment:
     def __init__(self, descriptor: int, nbytes: int, address: str) -> None:
         self.nbytes = nbytes
         self.address = address
-        """For other processes, to attach."""
+        """Address with which other processes attach it."""
         self._descriptor: int | None = descriptor
         self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
 
@@ -71,7 +71,7 @@ class Segment:
         return cls(descriptor, nbytes, f"shm:{os.getpid()}:{descriptor}:{nbytes}")
 
     def tensor(self, dtype: torch.dtype, *, offset_bytes: int = 0, numel: int) -> torch.Tensor:
-        """A flat tensor in the memory itself. It keeps the mapping alive, also after close()."""
+        """Return a flat tensor in the memory itself. It keeps the mapping alive, also after close()."""
         import torch
 
         assert offset_bytes % dtype.itemsize == 0, "a tensor begins at a multiple of its items"
@@ -90,5 +90,5 @@ class Segment:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of a cache line."""
+    """Return the next multiple of a cache line."""
     return -(-nbytes // ALIGN) * ALIGN

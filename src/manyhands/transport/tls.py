@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 CLOCK_SKEW = datetime.timedelta(days=1)
-"""How far the clock of another host may be behind without finding a new certificate "not yet valid"."""
+"""Tolerance for slow clocks of other hosts, which would find a new certificate "not yet valid"."""
 MAX_NAME = 64
 """Longest common name that X.509 allows."""
 P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -57,7 +57,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Credentials:
-    """What one member shows and trusts, as PEM text. The key is a secret: it is not in the repr."""
+    """Certificates that one member shows and trusts, as PEM text. The key is not in the repr."""
 
     authority: str
     certificate: str
@@ -93,7 +93,7 @@ class Credentials:
 
 @contextlib.contextmanager
 def _nameless_file(text: str) -> Iterator[str]:
-    """A path to `text` in a file in memory, without a name on any disk.
+    """Return a path to `text` in a file in memory, without a name on any disk.
 
     ssl loads keys from files only. This one disappears with its descriptor, even after SIGKILL.
     """
@@ -115,14 +115,14 @@ class Authority:
 
     @classmethod
     def create(cls, name: str, *, valid_days: float = 365) -> Authority:
-        """A new authority. Its certificates are valid for `valid_days`, longer than any run."""
+        """Return a new authority. Its certificates are valid for `valid_days`, longer than any run."""
         from cryptography.hazmat.primitives.asymmetric import ec
 
         return cls._with_key(name, ec.generate_private_key(ec.SECP256R1()), valid_days)
 
     @classmethod
     def from_secret(cls, name: str, secret: str, *, valid_days: float = 365) -> Authority:
-        """The authority of all processes that know a secret: each derives it, and trusts the others'.
+        """Return the authority of all processes that know a secret: each derives it, and trusts the others'.
 
         The private key depends on the secret alone (HKDF, RFC 5869), so the secret must be impossible to
         guess. Two authorities of one secret have different certificates with the same key and name, which is
@@ -149,8 +149,8 @@ class Authority:
         return cls(name, certificate, key, until)
 
     def issue(self, member_name: str, *, trusts: Iterable[Authority] = ()) -> Credentials:
-        """Credentials for a member; its links show `member_name` as the peer on the other side. `trusts`:
-        other authorities whose certificates it accepts."""
+        """Return credentials for a member; its links show `member_name` as the peer on the other side.
+        `trusts`: other authorities whose certificates it accepts."""
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -178,7 +178,7 @@ def _certificate(
     until: datetime.datetime,
     ca: bool = False,
 ) -> x509.Certificate:
-    """A certificate for `name`; with `ca`, that of an authority."""
+    """Return a certificate for `name`; with `ca`, that of an authority."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -226,14 +226,14 @@ def _certificate(
 
 
 def certificate_name(sock: ssl.SSLSocket) -> str:
-    """The common name in the other side's certificate."""
+    """Return the common name in the other side's certificate."""
     certificate = sock.getpeercert() or {}
     subject: Iterable[tuple[tuple[str, str], ...]] = certificate.get("subject", ())  # type: ignore[assignment]
     return next((value for rdn in subject for key, value in rdn if key == "commonName"), "unnamed")
 
 
 def listening_side(sock: ssl.SSLSocket) -> Handshake:
-    """The listener's side of TLS; returns the name in the other side's certificate."""
+    """Do the handshake of the listener. Returns the name in the other side's certificate."""
     first: bytes | None = None
     while True:
         try:
@@ -267,7 +267,7 @@ def wait_ready(sock: socket.socket, events: int, deadline: float | None) -> None
 
 
 class WouldBlock(Exception):
-    """Nothing can be read or written now, until poll() reports one of `events`."""
+    """Raised if nothing can be read or written before poll() reports one of `events`."""
 
     def __init__(self, events: int) -> None:
         super().__init__(events)

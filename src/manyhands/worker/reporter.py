@@ -88,7 +88,7 @@ class Reporter:
         self.send(StepsReport, rows=rows)
 
     def join(self, view: int) -> None:
-        """The worker has joined a view: what is not resolved by now never will be."""
+        """Begin a view, and forget unresolved steps: they will never be resolved."""
         self.flush()  # still of the view before: what is in the weights counts there
         self._waiting.clear()
         self.view = view
@@ -100,8 +100,8 @@ def _seconds(report: StepReport) -> float | None:
 
 
 def _read_measures(reports: Sequence[StepReport]) -> list[dict[str, Pair]]:
-    """The measures of each step: what the job has logged and the learner has added, read from their device at
-    once."""
+    """Return the measures of each step: what the job has logged and the learner has added, read from their
+    device at once."""
     found: list[dict[str, Pair]] = [_NOTHING] * len(reports)
     some = [i for i, report in enumerate(reports) if report.logged or report.measures]
     if some:

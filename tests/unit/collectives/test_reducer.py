@@ -11,17 +11,14 @@ import pytest
 
 COMMON = """
 import sys, threading, time, os
-from datetime import timedelta
 import torch, torch.distributed as dist
 from torch import nn
-from manyhands.collectives.group import Group, _open_sockets
 from manyhands.collectives.reducer import Reducer
+from manyhands.collectives.group import GroupLimits, TorchGroup
 
 rank, world, place = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-before = _open_sockets()
-dist.init_process_group("gloo", store=dist.FileStore(place, world), rank=rank, world_size=world,
-                        timeout=timedelta(seconds=100))
-sockets = {fd: link for fd, link in _open_sockets().items() if before.get(fd) != link}
+limits = GroupLimits(gather_s=60, connect_s=60, collective_s=100)
+group = TorchGroup(dist.FileStore(place, world), rank=rank, size=world, limits=limits)
 """
 
 SUMS = (
@@ -56,7 +53,7 @@ def gradients_of(who, model, alone):
 from contextlib import nullcontext
 model = Model()
 parameters = [p for p in model.parameters() if p.requires_grad]
-reducer = Reducer(parameters, bucket_bytes=200)
+reducer = Reducer(group, parameters, bucket_bytes=200)
 assert len(reducer.buckets) > 3
 for repeat in range(3):
     reducer.begin()
@@ -78,7 +75,7 @@ for repeat in range(3):
         p.grad = None
 reducer.close()
 model(torch.ones(1, 2, 5, 5), 0).backward()
-dist.destroy_process_group()
+group.close()
 print("same")
 """
 )
@@ -86,23 +83,22 @@ print("same")
 CUT = (
     COMMON
     + """
-group = Group("gloo", sockets)
 numbers = torch.ones(1_000_000)
-dist.all_reduce(numbers)
+group.all_reduce(numbers)
 if rank == 1:
     time.sleep(1)
     os._exit(0) if sys.argv[4] == "dies" else time.sleep(4)
 threading.Timer(0.5 if sys.argv[4] == "dies" else 1.0, group.cut).start()
 began = time.monotonic()
 try:
-    works = [dist.all_reduce(numbers, async_op=True) for _ in range(3)]
+    works = [group.all_reduce(numbers, async_op=True) for _ in range(3)]
     for work in works:
         work.wait()
     print("waited for nothing")
 except RuntimeError as error:
     print("heard")
 del works, work
-dist.destroy_process_group()
+group.close()
 assert time.monotonic() - began < 20
 os._exit(0)
 """

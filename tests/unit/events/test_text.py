@@ -159,6 +159,12 @@ def test_a_loss_and_a_recovery() -> None:
     assert text.recovered_line(went) == "recovered in 0.31 s"
     again = ev.Recovered(view=2, seconds=0.314, redone_steps=2)
     assert text.recovered_line(again) == "recovered in 0.31 s, 2 steps to redo"
+    times = {"detection_s": 120.1, "view_s": 0.3, "redo_s": 0.6}
+    split = ev.Recovered(view=2, seconds=121.0, redone_steps=2, **times)
+    assert text.recovered_line(split) == (
+        "recovered in 121.00 s: 120.10 s to notice, 0.30 s to reconnect, 0.60 s to the next step; "
+        "2 steps dispatched again"
+    )
 
 
 def test_injected_faults() -> None:

@@ -1,4 +1,4 @@
-"""Do these hosts reach each other, and how well? The checks behind `manyhands doctor --cluster`.
+"""Checks behind `manyhands doctor --cluster`: whether hosts reach each other, and how fast.
 
     cluster.py    rank 0 gathers the agents, has the pairs measured, and ends them
     findings.py   what is wrong, and what to do; pure

@@ -42,11 +42,11 @@ HELLO_S = 5.0
 LATER_S = 10.0
 """Agents wait longer than rank 0, which reports who is missing."""
 PAIR_S = 0.4
-"""How long to send between two hosts, in each direction; less if all pairs would take longer than ALL_S."""
+"""Duration of a measurement per direction; less if all pairs would take longer than ALL_S."""
 ALL_S = 60.0
 PRINT_AFTER_S = 4.0
 LOST_S = 2.0
-"""How long the roster may take to report an agent lost after its link was closed."""
+"""Time for the roster to report an agent lost after its link was closed."""
 
 
 def agent_timeouts(wait_s: float) -> Timeouts:

@@ -67,7 +67,8 @@ def detect(
 
 
 def _leftover(reader: object, environ: Mapping[str, str]) -> bool:
-    """Whether torch's variables are only a WORLD_SIZE that a Slurm job script sets; the rank is from srun."""
+    """Return whether torch's variables are only a WORLD_SIZE that a Slurm job script sets; the rank is from
+    srun."""
     if reader is not torch_variables or "RANK" in environ or not slurm.applies(environ):
         return False
     spec = slurm.read(environ)

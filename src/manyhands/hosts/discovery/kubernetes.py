@@ -55,7 +55,7 @@ def read(environ: Mapping[str, str], *, hostname: str = "") -> ClusterSpec:
 
 
 def _sibling(first: str, number: int) -> str:
-    """The name of a pod, from that of pod 0: digits-0.digits, digits-1.digits, ..."""
+    """Return the name of a pod, from that of pod 0: digits-0.digits, digits-1.digits, ..."""
     pod, dot, service = first.partition(".")
     if number == 0:
         return first

@@ -23,7 +23,7 @@ STARTERS = {
     "srun": "srun ... ",
     "mpirun": "mpirun ... ",
 }
-"""What is typed before the command, by the source of the description."""
+"""Text typed before the command, by the source of the description."""
 MPI = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",  # Open MPI
     "PMI_RANK": "PMI_SIZE",  # MPICH, Intel MPI
@@ -33,7 +33,7 @@ MPI = {
 @dataclass(frozen=True)
 class LauncherProcess:
     source: str
-    """Where this was read: "torchrun"."""
+    """Source of the description: "torchrun"."""
     size: int
     variables: str = ""
     """Variables that a shell between the launcher and the command has to set."""
@@ -41,7 +41,7 @@ class LauncherProcess:
     """None: `--on env` needs variables that are not set yet."""
 
     def line(self, argv: Sequence[str]) -> str:
-        """The command of `argv`, as it has to be typed to train together."""
+        """Return the command of `argv`, as it has to be typed to train together."""
         module = os.path.basename(argv[0]) == "__main__.py"
         command = shlex.join([*argv[1:], "--on", "env"])
         if module and self.source == "torchrun":

@@ -25,12 +25,13 @@ FIRST_PORT, NUM_PORTS, STEPS_A_JOB = 15000, 16000, 8
 
 
 def applies(environ: Mapping[str, str]) -> bool:
-    """Only inside a step: a job's script itself has most of these variables too, but is one process."""
+    """Return whether this is inside a step: a job's script itself has most of these variables too, but is one
+    process."""
     return "SLURM_PROCID" in environ and _step(environ) is not None
 
 
 def is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Inside an allocation, but not started by srun."""
+    """Return whether this is inside an allocation, but not started by srun."""
     return "SLURM_JOB_ID" in environ and _step(environ) is None
 
 
@@ -90,7 +91,7 @@ def _port(environ: Mapping[str, str], job: str) -> int:
 
 
 def _my_host(environ: Mapping[str, str], hosts: Sequence[str], listed: str) -> int:
-    """The position of this host in the list."""
+    """Return the position of this host in the list."""
     if "SLURM_NODEID" not in environ:
         name = environ.get("SLURMD_NODENAME", "")
         if len(hosts) > 1 and name not in hosts:
@@ -109,11 +110,11 @@ def _my_host(environ: Mapping[str, str], hosts: Sequence[str], listed: str) -> i
 
 
 Place = tuple[int | None, int | None]
-"""Which host of the list, and the local rank there."""
+"""Index of the host in the list, and the local rank there."""
 
 
 def _places(environ: Mapping[str, str], hosts: Sequence[str], world: int) -> list[Place] | None:
-    """Where each task runs, for the two usual layouts; None if unknown."""
+    """Return where each task runs, for the two usual layouts; None if unknown."""
     name = values.first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is None:
         return None

@@ -91,7 +91,7 @@ Addresses = dict[str, list[tuple[str, int]]]
 
 
 def _cluster(config: dict[str, Any]) -> Addresses:
-    """The addresses by role, checked."""
+    """Return the addresses by role, checked."""
     if "cluster" not in config:
         raise ClusterError(f'{NAME} has no "cluster": it must say who takes part, like  {EXAMPLE}')
     must_be = f"an object of roles, like  {EXAMPLE}"

@@ -13,7 +13,7 @@ from manyhands.hosts.spec import COORDINATOR, WORKER, Entry
 
 MAX_PORT = 65535
 MAX_ENTRIES = 100_000
-"""More than any cluster has: a wrong number is an error, and not a list that fills memory."""
+"""Limit above the size of any cluster: a wrong number is an error, not a list that fills memory."""
 _HOST = re.compile(r"[^\s\[\]/,:]+")
 
 
@@ -61,7 +61,7 @@ def host(environ: Mapping[str, str], name: str) -> str:
 
 
 def is_host(text: str) -> bool:
-    """Whether this can be a name or an address: IPv6 with or without brackets."""
+    """Return whether this can be a name or an address: IPv6 with or without brackets."""
     if text.startswith("["):
         return bool(re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]", text))
     return bool(_HOST.fullmatch(text)) or bool(
@@ -70,7 +70,7 @@ def is_host(text: str) -> bool:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads, which would silently take the last of two equal keys."""
+    """Refuse equal keys, of which json.loads would silently take the last."""
     for key, times in Counter(key for key, _ in pairs).items():
         if times > 1:
             raise ValueError(f"{key!r} is there {times} times in one object")

@@ -1,1 +1,1 @@
-"""Where members run: one file a launcher."""
+"""Launchers, one per file."""

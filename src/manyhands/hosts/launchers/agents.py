@@ -31,7 +31,7 @@ class AgentLauncher(Launcher, RosterOwner):
     kind = "env"
     again = "--on env"
     ask_every_s = 10.0
-    """How often to print which hosts are missing."""
+    """Interval of messages that name the missing hosts."""
 
     def __init__(
         self, spec: ClusterSpec, *, least: int | None = None, shares_memory: bool = False
@@ -44,7 +44,7 @@ class AgentLauncher(Launcher, RosterOwner):
         self._least = least
         self._shares_memory = shares_memory
         self._refused = ""
-        """Why training can't begin."""
+        """Reason why training can't begin."""
         self._roster: AgentRoster | None = None
         self._began = time.monotonic()
         self._asked = self._began
@@ -68,7 +68,8 @@ class AgentLauncher(Launcher, RosterOwner):
             publish(self.spec.store, context.address, context.notify)
 
     def complete(self) -> bool:
-        """Whether all announced hosts have joined, or enough of them after the grace period. Stays true."""
+        """Return whether all announced hosts have joined, or enough of them after the grace period. Stays
+        true."""
         if self.gathered:
             return True
         if self._refused:
@@ -89,14 +90,14 @@ class AgentLauncher(Launcher, RosterOwner):
         return False
 
     def _enough(self, missing: Sequence[Entry]) -> bool:
-        """Whether training may begin without the missing entries."""
+        """Return whether training may begin without the missing entries."""
         if self._least is None or any(entry.role == SERVER for entry in missing):
             return False
         return self.slots(WORKER) >= self._least
 
     @property
     def _grace_s(self) -> float:
-        """How long to wait for the rest when enough have joined."""
+        """Time to wait for the rest when enough have joined."""
         return self.context.timeouts.grace_s
 
     def _too_late(self, missing: Sequence[Entry]) -> str:
@@ -219,7 +220,7 @@ class AgentLauncher(Launcher, RosterOwner):
 
 
 def _own_endpoint(address: str) -> Endpoint:
-    """Where other hosts reach this one, derived from the coordinator's address."""
+    """Return where other hosts reach this one, derived from the coordinator's address."""
     where = parse_address(address)
     host = "127.0.0.1" if where.path else where.host
     return reach(way_out() if is_any(host) else host)

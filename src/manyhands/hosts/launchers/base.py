@@ -32,7 +32,7 @@ class LauncherContext:
     """The coordinator that a launcher starts members for."""
 
     address: str
-    """Where the coordinator listens."""
+    """Address of the coordinator."""
     scratch: Path
     """The run's private folder on the coordinator's host."""
     logs: Path
@@ -69,7 +69,7 @@ class Handle(ABC):
     gone: bool = False
     """If true, the process has ended, and `wait` has returned once."""
     why: str = ""
-    """Why it ended, if the exit code does not show it."""
+    """Reason why it ended, if the exit code does not show it."""
 
     @abstractmethod
     def wait(self) -> int:
@@ -98,15 +98,15 @@ class Launcher(ABC):
         """Called once the coordinator listens."""
 
     def complete(self) -> bool:
-        """Whether the announced hosts have joined. Raises if they can't."""
+        """Return whether the announced hosts have joined. Raises if they can't."""
         return True
 
     def slots(self, role: str) -> int:
-        """The number of members of this role that could be started now."""
+        """Return the number of members of this role that could be started now."""
         return sys.maxsize
 
     def has_room(self, workers: int, servers: int) -> bool:
-        """Whether all of these could be started now. Raises if they never can."""
+        """Return whether all of these could be started now. Raises if they never can."""
         return True
 
     def want(self, workers: int) -> None:  # noqa: B027 - most have a fixed number of slots

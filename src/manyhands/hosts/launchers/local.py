@@ -133,5 +133,6 @@ class LocalLauncher(Launcher):
 
 
 def cores() -> int:
-    """The number of cores that this process may use: in a container it may be fewer than the machine has."""
+    """Return the number of cores that this process may use: in a container it may be fewer than the machine
+    has."""
     return len(os.sched_getaffinity(0))

@@ -44,7 +44,7 @@ from manyhands.transport import Link
 T = TypeVar("T")
 
 START_S = 20.0
-"""How long an agent may take to answer that it has started a member."""
+"""Time limit for an agent's answer that it has started a member."""
 
 
 class Node(ABC):
@@ -75,7 +75,7 @@ class Node(ABC):
         return self.entry.slots - len(self.running) if usable else 0
 
     def takes(self, role: str, *, any_role: bool) -> bool:
-        """Whether members of this role may run here. `any_role`: no entry is reserved for servers."""
+        """Return whether members of this role may run here. `any_role`: no entry is reserved for servers."""
         return any_role or (self.entry.role == SERVER) == (role == SERVER)
 
     def place(self, request: StartRequest, *, threads: int) -> Handle:

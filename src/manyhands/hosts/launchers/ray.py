@@ -39,7 +39,7 @@ from manyhands.hosts.view import WORKER
 PASSED_ON = ("MANYHANDS_DATA",)
 """Variables of the coordinator that members get, unless their node sets them."""
 ROOM_S = 6.0
-"""How long to wait for the remaining slots if enough are there and the cluster has no room for more."""
+"""Time to wait for the remaining slots if enough are there and the cluster has no free resources."""
 
 MAX_DEATHS = 5
 """Deaths of actors before training begins that end the run."""
@@ -89,9 +89,9 @@ class RayLauncher(AgentLauncher):
         self._printed: set[str] = set()
         self._num_deaths = 0
         self._lost = ""
-        """Why Ray provides no more slots."""
+        """Reason why Ray provides no more slots."""
         self._surplus = 0
-        """How many slots are to be released."""
+        """Number of slots to release."""
         self._next_rank = 1 + max(slot.rank for slot in slots)
 
     def attach(self, context: LauncherContext) -> None:

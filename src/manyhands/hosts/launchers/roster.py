@@ -38,12 +38,12 @@ from manyhands.transport import Link
 logger = logging.getLogger("manyhands.hosts")
 
 END_S = 3.0
-"""How long agents may take to close their links after the end."""
+"""Time for agents to close their links after the end."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an agent can't join."""
+    """Reason why an agent can't join."""
 
     problem: str
     remedy: str
@@ -225,7 +225,7 @@ class AgentRoster:
         link.close()
 
     def _name_of(self, machine: Machine) -> str:
-        """The machine's name, with a number if another machine has the same."""
+        """Return the machine's name, with a number if another machine has the same."""
         others = {
             name for identity, name in self._host_names.items() if identity != machine.identity
         }

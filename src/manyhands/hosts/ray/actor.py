@@ -48,7 +48,7 @@ def actor_class() -> type:
 
 
 def serve(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Be an agent until the coordinator ends."""
+    """Run as an agent until the coordinator ends."""
     start_thread(_end_with, os.getppid(), name="raylet", on_error=lambda error: os._exit(ORPHANED))
     return write(_serve(read(ActorTask, task)))
 
@@ -89,7 +89,7 @@ def _end_with(raylet: int) -> None:
 
 
 def _spec(slot: RaySlot) -> ClusterSpec:
-    """The cluster as far as an agent needs it: its own entry."""
+    """Return the cluster as far as an agent needs it: its own entry."""
     others = tuple(
         Entry(f"ray-{number}", WORKER if number else COORDINATOR, number)
         for number in range(slot.rank)

@@ -54,15 +54,15 @@ from manyhands.threads import describe, start_thread
 from manyhands.transport.fields import encode, read, write
 
 CONNECT_S = 5.0
-"""How long Ray's head node may take to accept a connection."""
+"""Time limit for Ray's head node to accept a connection."""
 POLL_S = 0.2
 FREE_EVERY_S = 2.0
-"""How often free resources are reported, while slots are missing."""
+"""Interval of reports of free resources, while slots are missing."""
 RETRY_S = 0.5
 MAX_RETRY_S = 8.0
 """Delay before an actor that ended by itself is replaced; doubles each time."""
 END_S = 3.0
-"""How long agents may take to return after the end, before their actors are killed."""
+"""Time for agents to return after the end, before their actors are killed."""
 STUCK_S = 10.0
 """Time from the end of standard input to the end of this process, whatever Ray does."""
 STORE_BYTES = 100 << 20
@@ -81,7 +81,7 @@ class ActorSlot:
     joined: bool = False
     """If true, its agent has connected to the coordinator."""
     start_at: float | None = None
-    """When to start an actor; None: it has one."""
+    """Time to start an actor; None: it has one."""
     retry_s: float = RETRY_S
 
 
@@ -125,7 +125,7 @@ class Broker:
         self._coordinator_gone()
 
     def _on_unreadable(self, error: BaseException) -> None:
-        """The coordinator's messages can't be read any more: release everything."""
+        """Release everything: the coordinator's messages can't be read any more."""
         print(describe(error), file=sys.stderr, flush=True)
         self._coordinator_gone()
 

@@ -32,9 +32,9 @@ RAY_DEFAULTS = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 CONNECT_S = 60.0
-"""How long connecting to a cluster, or starting one, may take."""
+"""Time limit for connecting to a cluster, or starting one."""
 END_S = 12.0
-"""How long the broker may take to release everything."""
+"""Time for the broker to release everything."""
 
 
 def check_installed() -> None:
@@ -91,7 +91,8 @@ class BrokerClient:
         return message
 
     def listen(self, handle: Callable[[Any], None]) -> None:
-        """From now on call this with the broker's messages, in a thread; None: the broker is gone."""
+        """Call `handle` with each of the broker's messages, in a thread; with None once the broker is
+        gone."""
         self._handle = handle
         while not self._messages.empty():
             handle(self._messages.get())
@@ -110,14 +111,15 @@ class BrokerClient:
             self._handle(None)
 
     def _fail(self, error: BaseException) -> None:
-        """The broker's messages can't be read any more: end it."""
+        """End the broker: its messages can't be read any more."""
         self._trouble = describe(error)
         self._process.kill()
         if not self._closing:
             self._handle(None)
 
     def last_words(self) -> str:
-        """The last line that the broker or Ray in it printed, without Ray's prefix of time and place."""
+        """Return the last line that the broker or Ray in it printed, without Ray's prefix of time and
+        place."""
         if self._trouble:
             return self._trouble
         self._errors.seek(0)

@@ -28,7 +28,7 @@ class ConnectRay:
 
 @dataclass(frozen=True)
 class AgentTask:
-    """What every actor is given."""
+    """Argument of every actor."""
 
     address: str
     """Of the coordinator."""
@@ -138,10 +138,10 @@ class ActorTask:
 
 @dataclass(frozen=True)
 class ActorEnd:
-    """How an actor's agent ended: with an exit code, or why without one."""
+    """End of an actor's agent: its exit code, or the reason why it has none."""
 
     code: int | None = None
     refused: str = ""
-    """Why the agent can't take part."""
+    """Reason why the agent can't take part."""
     ended: str = ""
-    """Why it ended otherwise."""
+    """Any other reason why it ended."""

@@ -87,7 +87,7 @@ class RayNode:
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> RayNode:
-        """From an entry of `ray.nodes()`."""
+        """Convert an entry of `ray.nodes()`."""
         has = record["Resources"]
         return cls(
             record["NodeManagerHostname"],
@@ -103,7 +103,7 @@ class RayNode:
 def slots_for(
     *, workers: int, servers: int, threads: int, device: str, gpus: float, first: int = 1
 ) -> list[RaySlot]:
-    """A slot for each member. `device`: the value of `--device`; `gpus`: total GPUs of the cluster."""
+    """Return a slot for each member. `device`: the value of `--device`; `gpus`: total GPUs of the cluster."""
     devices = [part.strip() for part in device.split(",")]
     for each in devices:
         if each not in ("auto", "cpu", "cuda"):
@@ -130,7 +130,7 @@ def in_order(slots: Sequence[RaySlot], least: int | None) -> tuple[list[RaySlot]
 
 
 def fitting(slots: Sequence[RaySlot], nodes: Sequence[RayNode]) -> int:
-    """The number of these slots that fit on the nodes, if nothing else used them."""
+    """Return the number of these slots that fit on the nodes, if nothing else used them."""
     room = [[node.cpus, node.gpus] for node in nodes]
     number = 0
     # Those with a GPU first, the large before the small, and CPU slots where no GPU is wasted.

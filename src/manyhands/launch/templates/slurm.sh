@@ -70,8 +70,8 @@ while [ -n "$again" ]; do
     [ "$got" -eq 127 ] || code=$got
 done
 
-# srun returns the highest exit code of all tasks, which may be that of a host that was lost on the way.
-# What counts is how the run ended.
+# srun returns the highest exit code of all tasks, which may be that of a lost host. So ask the run how it
+# ended.
 if [ "$RUN/summary.json" -nt "$RUN.started" ]; then
     case "$(sed -n 's/.*"outcome": "\([a-z-]*\)".*/\1/p' "$RUN/summary.json")" in
         preempted) code=75 ;;

@@ -1,0 +1,63 @@
+"""The connections of a group: told apart from other sockets of the process, watched, and shut down.
+
+gloo does not tell which sockets are its own. They are the TCP connections that were opened while it
+connected. That can be wrong for connections that another thread opens at that moment; those are shut down,
+too, if the group is cut.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+
+from manyhands.transport.keepalive import ask_now_and_then
+
+
+class Connections:
+    """The TCP connections that were opened since `before`; none if that is None. Not those that listen: gloo
+    ends the process if one of them is shut down."""
+
+    def __init__(self, before: dict[int, str] | None) -> None:
+        self._sockets: dict[int, str] = {}
+        """File descriptor to identity of the socket."""
+        now = {} if before is None else open_sockets()
+        for number, identity in now.items():
+            if before is None or before.get(number) == identity:
+                continue
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as made:
+                tcp = made.family in (socket.AF_INET, socket.AF_INET6)
+                if tcp and not made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    self._sockets[number] = identity
+                    ask_now_and_then(made)
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def __iter__(self) -> Iterator[socket.socket]:
+        """Yield duplicates of those that are still open; each is closed when the next is asked for."""
+        now = open_sockets()
+        for number, identity in self._sockets.items():
+            if now.get(number) != identity:
+                continue  # closed; the number may belong to another file by now
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                yield connection
+
+    def shut_down(self) -> None:
+        """End every wait for a peer, here and there."""
+        for connection in self:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> dict[int, str]:
+    """Return the sockets of this process: file descriptor to identity. Empty without /proc."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                link = os.readlink(f"/proc/self/fd/{name}")
+                if link.startswith("socket:"):
+                    found[int(name)] = link
+    return found

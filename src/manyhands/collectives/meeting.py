@@ -1,0 +1,80 @@
+"""Waits of workers for each other before they are connected, which can be interrupted.
+
+They meet at a store of torch: each posts a text, and waits for those of all others (`gather`). Neither a wait
+in a store nor connecting can be ended from outside, so both are done in a thread of their own, which is
+abandoned if the wait is over (`interruptible`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from manyhands.threads import start_thread
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+CHECK_EVERY_S = 0.005
+POLL_S = 0.003
+
+Result = TypeVar("Result")
+
+
+def gather(
+    store: dist.Store,
+    what: str,
+    text: str,
+    *,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> list[str]:
+    """Post a text in a store, and return the texts of all workers in rank order.
+
+    Raises TimeoutError if not all have posted theirs in time, and what `check` raises meanwhile.
+    """
+    deadline = time.monotonic() + timeout_s
+    stop = threading.Event()
+
+    def meet() -> list[str]:
+        store.set(f"{what}/{rank}", text)
+        keys = [f"{what}/{each}" for each in range(size)]
+        while not store.check(keys):
+            if stop.is_set():
+                return []
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all workers joined within {timeout_s:.0f} s")
+            time.sleep(POLL_S)
+        return [store.get(key).decode() for key in keys]
+
+    try:
+        return interruptible(meet, check=check)
+    finally:
+        stop.set()
+
+
+def interruptible(call: Callable[[], Result], *, check: Callable[[], None]) -> Result:
+    """Return what `call` returns. If `check` raises before, `call` is abandoned: its thread goes on, and what
+    it returns is dropped."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def run() -> None:
+        results.append(call())
+        over.set()
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        over.set()
+
+    start_thread(run, name="joining", on_error=fail)
+    while not over.wait(CHECK_EVERY_S):
+        check()
+    if errors:
+        raise errors[0]
+    return results.pop()

@@ -1,0 +1,336 @@
+"""Groups whose workers are threads of one process: the same interface as over a network, for fast tests.
+
+    sums = run_workers(3, lambda group: train(group))     one thread per worker, the results in rank order
+
+Sums are computed in rank order, so they are the same in every run. An operation is carried out by the worker
+that comes last, so its tensors must not be touched before it is waited for, as over a network. What would end
+a process or block forever over gloo is an error here that says what each worker did: another operation,
+another size or dtype, a message that nobody receives.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from manyhands.collectives.group import Group, GroupCut, Reduction, Work
+from manyhands.threads import start_thread
+
+TIMEOUT_S = 30.0
+
+
+_COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+class Mismatch(RuntimeError):
+    """The workers of a group called operations that do not belong together."""
+
+
+@dataclass
+class _Call:
+    """What one worker gave to an operation."""
+
+    what: str
+    """The operation and all that must be equal on all workers."""
+    tensor: Tensor
+    into: Tensor
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+
+
+@dataclass
+class _Meeting:
+    """One operation of the whole group."""
+
+    carry_out: Callable[[list[_Call]], None]
+    calls: dict[int, _Call] = field(default_factory=dict)
+    done: bool = False
+    error: BaseException | None = None
+
+
+@dataclass
+class _Letter:
+    """One end of a message from one worker to another."""
+
+    tensor: Tensor
+    done: bool = False
+    error: BaseException | None = None
+
+
+@dataclass
+class _Mailbox:
+    """Messages from one worker to another with the same tag, in the order of their sending."""
+
+    sent: list[_Letter] = field(default_factory=list)
+    expected: list[_Letter] = field(default_factory=list)
+
+    def deliver(self) -> None:
+        while self.sent and self.expected:
+            letter, place = self.sent.pop(0), self.expected.pop(0)
+            if _described(letter.tensor) == _described(place.tensor):
+                _copy(letter.tensor, place.tensor)
+            else:
+                place.error = Mismatch(
+                    f"{_described(letter.tensor)} were sent, and {_described(place.tensor)} expected"
+                )
+            letter.done = place.done = True
+
+
+class ThreadWorld:
+    """What the workers of a group share."""
+
+    def __init__(self, size: int, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.is_cut = False
+        self._meetings: dict[int, _Meeting] = {}
+        self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
+        self._splits: dict[tuple[tuple[int, ...], int], ThreadWorld] = {}
+
+    def groups(self) -> list[Group]:
+        return [ThreadGroup(self, rank) for rank in range(self.size)]
+
+    def cut(self) -> None:
+        with self.changed:
+            self.is_cut = True
+            splits = list(self._splits.values())
+            self.changed.notify_all()
+        for split in splits:
+            split.cut()
+
+    def split(self, ranks: Sequence[int], number: int) -> ThreadWorld:
+        """Return what the workers of a split share; `number` counts the splits of these ranks."""
+        with self.changed:
+            if self.is_cut:
+                raise GroupCut
+            found = self._splits.get((tuple(ranks), number))
+            if found is None:
+                found = ThreadWorld(len(ranks), timeout_s=self.timeout_s)
+                self._splits[tuple(ranks), number] = found
+            return found
+
+    def meet(
+        self, number: int, rank: int, call: _Call, carry_out: Callable[[list[_Call]], None]
+    ) -> _Meeting:
+        """Add a worker's call to the operation with this number, and carry it out if it is the last one."""
+        with self.changed:
+            if self.is_cut:
+                raise GroupCut
+            meeting = self._meetings.setdefault(number, _Meeting(carry_out))
+            meeting.calls[rank] = call
+            if len(meeting.calls) == self.size:
+                del self._meetings[number]
+                calls = [meeting.calls[each] for each in range(self.size)]
+                if len({each.what for each in calls}) > 1:
+                    texts = [f"rank {each}: {call.what}" for each, call in enumerate(calls)]
+                    meeting.error = Mismatch("\n".join(["calls differ", *texts]))
+                else:
+                    try:
+                        meeting.carry_out(calls)
+                    except Exception as error:
+                        meeting.error = error
+                meeting.done = True
+                self.changed.notify_all()
+            return meeting
+
+    def wait_for(self, meeting: _Meeting) -> None:
+        with self.changed:
+            self._wait(lambda: meeting.done, lambda: self._missing(meeting))
+        if meeting.error is not None:
+            raise meeting.error
+
+    def post(self, way: tuple[int, int, int], tensor: Tensor, *, send: bool) -> _Letter:
+        """Send or receive a message; `way` is its source, destination and tag."""
+        with self.changed:
+            if self.is_cut:
+                raise GroupCut
+            mailbox = self._mailboxes.setdefault(way, _Mailbox())
+            letter = _Letter(tensor)
+            (mailbox.sent if send else mailbox.expected).append(letter)
+            mailbox.deliver()
+            self.changed.notify_all()
+            return letter
+
+    def wait_for_letter(self, letter: _Letter, peer: int) -> None:
+        with self.changed:
+            self._wait(lambda: letter.done, lambda: f"rank {peer} to send or receive a message")
+        if letter.error is not None:
+            raise letter.error
+
+    def _wait(self, over: Callable[[], bool], missing: Callable[[], str]) -> None:
+        in_time = self.changed.wait_for(lambda: self.is_cut or over(), self.timeout_s)
+        if not in_time:
+            raise RuntimeError(f"timed out waiting for {missing()} ({self.timeout_s:g} s)")
+        if not over():
+            raise GroupCut
+
+    def _missing(self, meeting: _Meeting) -> str:
+        what = next(iter(meeting.calls.values())).what
+        absent = [rank for rank in range(self.size) if rank not in meeting.calls]
+        return f"ranks {absent} in {what}"
+
+
+class ThreadGroup(Group):
+    """One worker's end of a group of threads."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank=rank, size=world.size)
+        self._world = world
+        self._number = 0
+        self._num_splits: dict[tuple[int, ...], int] = {}
+
+    def describe(self) -> str:
+        return "threads"
+
+    def cut(self) -> None:
+        self._world.cut()
+
+    def close(self) -> None:
+        return
+
+    def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        def carry_out(calls: list[_Call]) -> None:
+            total = _reduced(calls, op)
+            for call in calls:
+                _copy(total, call.into)
+
+        return self._meet(f"all_reduce({op}) of {_described(tensor)}", carry_out, tensor)
+
+    def _reduce_scatter(self, tensor: Tensor, into: Tensor, op: Reduction) -> Work:
+        def carry_out(calls: list[_Call]) -> None:
+            parts = _reduced(calls, op).view(-1).chunk(len(calls))
+            for call, part in zip(calls, parts, strict=True):
+                _copy(part, call.into)
+
+        return self._meet(f"reduce_scatter({op}) of {_described(tensor)}", carry_out, tensor, into)
+
+    def _all_gather(self, tensor: Tensor, into: Tensor) -> Work:
+        def carry_out(calls: list[_Call]) -> None:
+            whole = torch.cat([call.tensor.reshape(-1) for call in calls])
+            for call in calls:
+                _copy(whole, call.into)
+
+        return self._meet(f"all_gather of {_described(tensor)}", carry_out, tensor, into)
+
+    def _all_to_all(
+        self, tensor: Tensor, into: Tensor, sent: list[int], received: list[int]
+    ) -> Work:
+        def carry_out(calls: list[_Call]) -> None:
+            parts = [call.tensor.reshape(-1).split(list(call.sent)) for call in calls]
+            for rank, call in enumerate(calls):
+                mine = [each[rank] for each in parts]
+                if [len(part) for part in mine] != list(call.received):
+                    raise Mismatch(
+                        f"all_to_all: rank {rank} expects {list(call.received)} elements, and "
+                        f"{[len(part) for part in mine]} are sent to it"
+                    )
+            for rank, call in enumerate(calls):
+                _copy(torch.cat([each[rank] for each in parts]), call.into)
+
+        what = f"all_to_all of {tensor.dtype}"
+        return self._meet(what, carry_out, tensor, into, sent, received)
+
+    def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        def carry_out(calls: list[_Call]) -> None:
+            for rank, call in enumerate(calls):
+                if rank != source:
+                    _copy(calls[source].tensor, call.into)
+
+        return self._meet(f"broadcast(source={source}) of {_described(tensor)}", carry_out, tensor)
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> Work:
+        world = self._world
+        letter = world.post((self.rank, to, tag), tensor, send=True)
+        return _Later(lambda: world.wait_for_letter(letter, to))
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        world = self._world
+        letter = world.post((source, self.rank, tag), tensor, send=False)
+        return _Later(lambda: world.wait_for_letter(letter, source))
+
+    def _split(self, ranks: list[int]) -> Group:
+        key = tuple(ranks)
+        number = self._num_splits[key] = self._num_splits.get(key, 0) + 1
+        return ThreadGroup(self._world.split(ranks, number), ranks.index(self.rank))
+
+    def _meet(
+        self,
+        what: str,
+        carry_out: Callable[[list[_Call]], None],
+        tensor: Tensor,
+        into: Tensor | None = None,
+        sent: Sequence[int] = (),
+        received: Sequence[int] = (),
+    ) -> Work:
+        world = self._world
+        self._number += 1
+        call = _Call(what, tensor, tensor if into is None else into, sent, received)
+        meeting = world.meet(self._number, self.rank, call, carry_out)
+        return _Later(lambda: world.wait_for(meeting))
+
+
+class _Later:
+    """Work that is waited for once."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait: Callable[[], None] | None = wait
+
+    def wait(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+def run_workers(
+    size: int, work: Callable[[Group], Any], *, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    """Run `work(group)` in one thread per worker, and return the results in rank order.
+
+    If one raises, the group is cut, and the first error is raised here when all threads have ended.
+    """
+    world = ThreadWorld(size, timeout_s=timeout_s)
+    results: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int, group: Group) -> None:
+        results[rank] = work(group)
+
+    def fail(error: BaseException) -> None:
+        errors.append(error)
+        world.cut()
+
+    threads = [
+        start_thread(run, rank, group, name=f"rank {rank}", on_error=fail)
+        for rank, group in enumerate(world.groups())
+    ]
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+def _reduced(calls: Sequence[_Call], op: Reduction) -> Tensor:
+    """Combine the tensors in rank order."""
+    total = calls[0].tensor.detach().clone()
+    for call in calls[1:]:
+        total = _COMBINE[op](total, call.tensor.detach())
+    return total
+
+
+def _copy(tensor: Tensor, into: Tensor) -> None:
+    into.detach().view(-1).copy_(tensor.detach().reshape(-1))
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.numel()} {tensor.dtype}"
