@@ -248,7 +248,7 @@ def parse() -> argparse.Namespace:
         parser.error("with fewer than 2 workers nobody is left to go on")
     try:
         for name in given.only:
-            if name != TORCHRUN and not make_strategy(name).elastic:
+            if name != TORCHRUN and not make_strategy(name).traits.elastic:
                 parser.error(f"{name} ends when its worker dies")
     except SpecError as error:
         parser.error(str(error))

@@ -13,6 +13,7 @@ classes       classes above the limits of class_limits.py
 modes         mode conditions: see MODE_FLAGS
 config        members of Strategy, the config half of the contract
 learner       members of Learner, the run-time half
+flags         how many classes declare the same flag of a strategy: see STRATEGY_FLAGS
 untyped       places with `dict[str, Any]`, `Mapping[str, Any]` or `object` instead of `Any`
 kinds         message kinds that are told apart by a string: see _message_kinds
 longest       lines of the longest function, and its name
@@ -55,6 +56,13 @@ A mode condition is the test of an `if`, `while`, `assert`, conditional expressi
 `and` or `or`, that mentions at least one of these as a name or an attribute, with or without a leading
 underscore. Conditions on one line count once.
 """
+
+STRATEGY_FLAGS = (
+    *("lockstep", "elastic", "needs_coordinator", "default_workers", "shares_memory"),
+    *("updates_whole_batches", "can_shrink", "equals_single"),
+    *("goes_on", "one_batch", "may_shrink"),  # former names
+)
+"""Facts about a strategy that the coordinator, the command line or the tests read."""
 
 MESSAGE_KEYS = ("kind", "order", "what")
 SENDERS = ("say", "_say", "_report", "_tell")
@@ -151,6 +159,18 @@ def contract_members(source: Source, name: str) -> list[str]:
     return []
 
 
+def most_declared_flag(source: Source) -> list[str]:
+    """Return the declarations of the flag that most classes declare: a field, a constant or a property."""
+    found: dict[str, list[str]] = {name: [] for name in STRATEGY_FLAGS}
+    for path, node in source.nodes():
+        for each in node.body if isinstance(node, ast.ClassDef) else ():
+            match each:
+                case ast.AnnAssign(target=ast.Name(id=name)) | ast.FunctionDef(name=name):
+                    if name in found:
+                        found[name].append(f"{path}: {node.name}.{name}")
+    return max(found.values(), key=len)
+
+
 def untyped_places(source: Source) -> list[str]:
     return [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
@@ -234,6 +254,7 @@ def rows_of(source: Source) -> dict[str, tuple[str, list[str]]]:
         "modes": mode_conditions(source),
         "config": contract_members(source, "Strategy"),
         "learner": contract_members(source, "Learner"),
+        "flags": most_declared_flag(source),
         "untyped": untyped_places(source),
         "kinds": _message_kinds(source),
         "functions": [f"{n} {name}" for n, name in functions if n > LONG_FUNCTION],
@@ -249,6 +270,7 @@ LABELS = {
     "modes": "mode conditions in ps/, strategies/, collectives/",
     "config": "members of the contract, config",
     "learner": "members of the contract, learner",
+    "flags": "classes that declare the same flag of a strategy",
     "untyped": "places with `dict[str, Any]`",
     "kinds": "message kinds told apart by a string",
     "longest": "longest function, in lines",

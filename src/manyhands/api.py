@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.collectives.group import view_change_on_lost_peer
 from manyhands.compute.feed import Feed, Share, is_map_style
-from manyhands.compute.gradients import StepReport
 from manyhands.compute.param_groups import foreign_parameters, untrained_parameters
 from manyhands.compute.seeds import seed_compute
 from manyhands.compute.train_state import Loss, TrainState, to_device
-from manyhands.contract import Learner
+from manyhands.contract import Context, Joined, Learner, StepReport, Strategy
 from manyhands.control.messages import Portion
 from manyhands.coordinator.leases import Leases
 from manyhands.embeddings.local_tables import LocalTables
@@ -52,8 +52,10 @@ from manyhands.strategies.registry import make_strategy
 class Hands:
     """This process among the workers."""
 
-    def __init__(self, learner: Learner, me: Me, *, seed: int = 0) -> None:
-        self._learner = learner
+    def __init__(self, strategy: Strategy, me: Me, *, seed: int = 0) -> None:
+        self._strategy = strategy
+        self._learner: Learner | None = None
+        self._joined = Joined()
         self._me = me
         self._seed = seed
         self._train_state: TrainState | None = None
@@ -101,8 +103,8 @@ class Hands:
             clip_norm=clip_norm,
             tables=LocalTables.of(model, seed=self._seed),
         )
-        self._learner.prepare(self._train_state, self._me)
-        self._learner.on_view(self._me.view)
+        self._learner = self._strategy.build(Context(self._train_state, self._me))
+        self._joined = self._learner.on_view(self._me.view)
         return model, optimizer
 
     def batches(
@@ -143,7 +145,7 @@ class Hands:
 
     def step(self, loss: Loss, batch: Any) -> StepReport:
         """Make one global step with this worker's batch; `loss(model, batch)` is its mean loss."""
-        if self._train_state is None:
+        if self._train_state is None or self._learner is None:
             raise UsageError("Call hands.prepare(model, optimizer) before hands.step(loss, batch).")
         train_state = self._train_state
         train_state.loss = loss
@@ -166,11 +168,16 @@ class Hands:
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
         """Return the weighted mean of a number over all workers, for evaluation."""
-        total = self._learner.add_up(torch.tensor([float(value) * weight, weight]))
+        sums = [float(value) * weight, weight]
+        total = torch.tensor(sums, dtype=torch.float64, device=self.device)
+        if (group := self._joined.group) is not None:
+            with view_change_on_lost_peer(self._me):
+                group.all_reduce(total)
         return float(total[0] / total[1])
 
     def close(self) -> None:
-        self._learner.close()
+        if self._learner is not None:
+            self._learner.close()
 
 
 @contextmanager
@@ -185,7 +192,7 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
         )
     config = make_strategy(strategy)
     config.check(world)
-    if config.needs_coordinator:
+    if config.traits.needs_coordinator:
         raise SpecError(
             f"{config.name} needs a coordinator, which only `manyhands train` has. Write a Job, or use  "
             'mh.join("allreduce").'
@@ -210,7 +217,7 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             view=View(next(_views), seats),
             rendezvous=cluster.rendezvous,
         )
-        hands = Hands(config.build(), me, seed=seed)
+        hands = Hands(config, me, seed=seed)
         yield hands
         # Not after an error: leaving a group waits for peers, and one of them may have failed.
         hands.close()

@@ -1,24 +1,24 @@
 """The contract of a strategy: how the members agree on the weights. It has two halves.
 
-The **config** is a frozen dataclass made from a spec such as `allreduce(bucket_mb=10)`. It is pure data: the
-command line checks it, the planner reads it, and the run folder keeps it. Its fields are the spec's options.
+The **config** (`Strategy`) is a frozen dataclass made from a spec such as `allreduce(bucket_mb=10)`. It is
+pure data: the command line checks it, the planner reads it, and the run folder keeps it. Its fields are the
+spec's options; `traits` has the facts about it that others need.
 
-The **learner** is what the config builds inside each worker. Its life:
+The **learner** (`Learner`) is what the config builds inside each worker. Its life:
 
-    prepare(train_state, me)        once: keep the model and its optimizer
-    load_state_dict(state)          when resuming
+    build(context)              once: the model, its optimizer, and what this member knows about itself
+    restore(state)              when resuming
     repeat:
-        on_view(view)               the members have changed: connect to the peers
-        settled(), placement()      which steps are in the weights, and where the weights are, after on_view
+        on_view(view) -> Joined     the members have changed: connect to the peers
         step(share) -> StepReport   many times; in lockstep every worker does the same steps,
                                     otherwise each does its own parts of them
         drain()                     wait until every step so far is known to be in the weights or not;
                                     before the following calls
-        eval_model()                return the model to evaluate
-        state_dict()                return the learner's own state, for a checkpoint
+        eval_model()                a context with the model to evaluate
+        snapshot() -> State         the learner's own state, for a checkpoint
         rest()                      there is no more work until the others are done
         interrupt()                 from another thread: the next view is coming
-    close()                         disconnect from the peers
+    close()                     disconnect from the peers
 
 While `me.view_changing` is true, a learner of an `elastic` strategy raises ViewChanging from every wait,
 including on_view: there is a newer view than the one that it is in or is joining. interrupt() wakes it up.
@@ -35,7 +35,9 @@ A strategy never starts processes (hosts/) and never lays out bytes (transport/)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from manyhands.errors import SpecError
@@ -43,8 +45,10 @@ from manyhands.errors import SpecError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from manyhands.collectives.group import Group
     from manyhands.compute.feed import Share
-    from manyhands.compute.gradients import StepReport
+    from manyhands.compute.gradients import DeviceTime
+    from manyhands.compute.measures import Logged
     from manyhands.compute.train_state import TrainState
     from manyhands.hosts.me import Me
     from manyhands.hosts.view import View
@@ -52,35 +56,50 @@ if TYPE_CHECKING:
 WHOLE = -1
 """As a part: all parts of a step."""
 
+State = Mapping[str, Any]
+"""Tensors and plain values by name, nested as needed: what a checkpoint can hold (runs/safe_reader.py)."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a strategy with its options. Each is declared once, in the config's `traits`."""
+
+    default_workers: int = 2
+    """Number of workers, unless the user says otherwise."""
+    lockstep: bool = True
+    """If true, every worker does every step. Otherwise steps are cut into parts, and free workers take
+    them."""
+    elastic: bool = False
+    """If true, the survivors of a death keep their processes and weights, and training continues."""
+    can_shrink: bool = True
+    """If true, the job can shrink: no worker is the only holder of any state."""
+    equals_single: bool = True
+    """If true, the weights are those of one worker with the same batches, up to the order of sums."""
+    updates_whole_batches: bool = True
+    """If true, an update is made of a whole global batch, so a larger batch means fewer updates."""
+    needs_coordinator: bool = False
+    """If true, members find each other through the coordinator, so `mh.join()` refuses the strategy."""
+    shares_memory: bool = False
+    """If true, members share the memory of one host, and a run that starts inside a host stays there."""
+    dedicated_servers: bool = False
+    """If true, the options `placement=dedicated, servers=N` add members that only serve."""
+
 
 @dataclass(frozen=True)
 class Strategy(ABC):
     """The config half. Each field is an option of the spec, and its docstring is the option's help."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    """One line: how the members agree."""
-    default_workers: ClassVar[int] = 2
-    needs_coordinator: ClassVar[bool] = False
-    """If true, members find each other through the coordinator, so `mh.join()` refuses the strategy."""
-    lockstep: ClassVar[bool] = True
-    """If true, every worker does every step. Otherwise steps are cut into parts, and free workers take
-    them."""
-    elastic: ClassVar[bool] = False
-    """If true, the survivors of a death keep their processes and weights, and training continues."""
-
-    updates_whole_batches: ClassVar[bool] = True
-    """If true, an update is made of a whole global batch, so a larger batch means fewer updates."""
 
     @property
-    def shares_memory(self) -> bool:
-        """If true, members share the memory of one host, and a run that starts inside a host stays there."""
-        return False
+    def traits(self) -> Traits:
+        """The facts about this strategy with these options."""
+        return Traits()
 
-    @property
-    def can_shrink(self) -> bool:
-        """If true, the job can shrink: no worker is the only holder of any state."""
-        return True
+    def check(self, workers: int) -> None:
+        """Raise SpecError, with a remedy, if the strategy can't work with this number of workers."""
+        if workers < 1:
+            raise SpecError(f"--workers {workers}: at least 1 worker is needed.")
 
     def parts(self, workers: int) -> int:
         """Return how many parts a step is cut into, without lockstep."""
@@ -94,32 +113,135 @@ class Strategy(ABC):
         """If true, members connect to each other over the network and need credentials."""
         return False
 
-    def check(self, workers: int) -> None:
-        """Raise SpecError, with a remedy, if the strategy can't work with this number of workers."""
-        if workers < 1:
-            raise SpecError(f"--workers {workers}: at least 1 worker is needed.")
-
     @abstractmethod
-    def build(self) -> Learner:
+    def build(self, context: Context) -> Learner:
         """Create the run-time half, inside a worker."""
+
+    def build_server(self, context: Context) -> DedicatedServer:
+        """Create a dedicated server, in a process of its own, if `servers_for` asks for any."""
+        raise AssertionError(f"{self.name} has no dedicated servers")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a learner or a dedicated server is built from."""
+
+    train_state: TrainState
+    """The model, its optimizer and its loss."""
+    me: Me
+    """This member: its view, its peers, and how it reaches them."""
+
+
+@dataclass(frozen=True)
+class AppliedPart:
+    """A part of a step that is in the weights."""
+
+    as_list: ClassVar[bool] = True
+
+    step: int
+    part: int
+    """WHOLE stands for all parts of the step."""
+    sums: tuple[float, float] | None = None
+    """Its weight and its weighted loss, where they are known."""
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise ValueError(f"step {self.step} is negative")
+        if self.sums is not None and not 0 <= self.sums[0] <= 1e300:
+            raise ValueError(f"{self.sums[0]} is not a weight")
+
+
+@dataclass(frozen=True)
+class AppliedSteps:
+    """What is in the weights, as one member knows it."""
+
+    version: int
+    """The newest version of the weights."""
+    parts: list[AppliedPart] = field(default_factory=list)
+    """Recent parts, newest last."""
+    pushes: Mapping[str, int] = field(default_factory=dict)
+    """Number of updates that each worker has sent since the start, where workers send their own."""
+
+    def __post_init__(self) -> None:
+        if self.version < 0 or any(number < 0 for number in self.pushes.values()):
+            raise ValueError("a count is negative")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a member found when it joined a view."""
+
+    transport: str = "none"
+    """Transport of the gradients, as shown on the console."""
+    placement: str = ""
+    """One line about which member holds which weights."""
+    applied: AppliedSteps | None = None
+    """What is in the weights; None if another member reports it, or nothing was lost."""
+    rescued: StepReport | None = None
+    """The report of a step of this worker that was interrupted and is in the weights all the same."""
+    catching_up: bool = False
+    """If true, this worker takes part without samples: its weights are not those of the others yet. It has
+    them after the step whose report says `caught_up`, or after `drain`."""
+    whole_steps: bool = False
+    """If true, and without lockstep, a worker gets whole steps instead of parts."""
+    prefetches: bool = False
+    """If true, `prefetch` is called with the share after the next one."""
+    group: Group | None = None
+    """The group of the view's workers, if they form one: `mh.join()` adds up a user's numbers with it."""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """A learner's report of one step."""
+
+    step: int
+    samples: int
+    weight: float | Tensor
+    """Weight of this worker's part in the mean of the step."""
+    loss: float | Tensor
+    """Weighted sum of the losses of this worker's part. May be on a device: reading it waits."""
+    lr: float
+    step_s: float = 0.0
+    """Time since the end of the previous step, including data if the loop loads it."""
+    compute_s: float | DeviceTime | None = None
+    wait_s: float | None = None
+    """Time waited for other members; None on a GPU, where the host's clock can't tell."""
+    bytes_sent: int = 0
+    part: int = 0
+    """Index of the part; in lockstep, this worker's rank."""
+    staleness: int = 0
+    """Updates of others between reading the weights and changing them."""
+    dropped: bool = False
+    """If true, the part is not in the weights and is computed again."""
+    caught_up: bool = False
+    """If true, this worker has the weights of the others from this step on."""
+    logged: Logged = field(default_factory=list)
+    """Measures that the job logged."""
+    measures: dict[str, float | Tensor] = field(default_factory=dict)
+    """Values of registered measures, by name, that the learner adds. They may be on a device."""
+    resolved: bool = True
+    """False until it is known whether the part is in the weights; a learner may set it from any thread,
+    as the last thing it sets."""
+
+    @property
+    def mean_loss(self) -> float:
+        """Mean loss of this worker's part; 0 if it was empty."""
+        return float(self.loss) / float(self.weight) if self.weight else 0.0
 
 
 class Learner(ABC):
     """The run-time half, inside a worker, after torch is loaded."""
 
-    train_state: TrainState
-    me: Me
-
-    def prepare(self, train_state: TrainState, me: Me) -> None:
-        self.train_state = train_state
-        self.me = me
+    def __init__(self, context: Context) -> None:
+        self.train_state = context.train_state
+        self.me = context.me
 
     @abstractmethod
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: View) -> Joined:
         """Disconnect from the peers of the last view, if any, and connect to those of this one.
 
         On return, this worker can do the next step with its peers: it has the same weights as they, unless
-        `catching_up` is true, and `settled` and `rescued` report whether an interrupted step is in them.
+        `catching_up` is true, and `applied` and `rescued` tell whether an interrupted step is in them.
 
         Raises ViewChanging if a newer view is coming (`elastic` only): on_view is called again with that one.
         Raises PeerLost if a peer is gone and no view follows, and WeightsLost if no member has all of the
@@ -137,45 +259,13 @@ class Learner(ABC):
         too. The step may then be in the weights of some workers: the next on_view finds out.
         """
 
-    def settled(self) -> dict[str, Any] | None:
-        """Return what is in the weights, after on_view and at the end: `{"version": int, "applied": [[step,
-        part, weight, loss], ...], "pushes": {worker: number since the start}}`.
-
-        `applied` has recent parts, newest last, with weight and loss where they are known; those of a whole
-        step have the part WHOLE. None if another member reports it, or nothing was lost.
-        """
-        return None
-
-    @property
-    def looks_ahead(self) -> bool:
-        """If true, `ahead` is called with the share after the next one."""
-        return False
-
-    def ahead(self, share: Share) -> None:
+    def prefetch(self, share: Share) -> None:
         """Prepare for a share that will be trained on after the next one."""
         return
 
-    def rescued(self) -> StepReport | None:
-        """Return, after on_view, the report of a step that was interrupted and is in the weights all the
-        same."""
-        return None
-
-    @property
-    def catching_up(self) -> bool:
-        """If true, this worker takes part without samples: its weights are not those of the others yet."""
-        return False
-
-    @property
-    def whole_steps(self) -> bool:
-        """If true, after on_view and without lockstep, a worker gets whole steps instead of parts."""
-        return False
-
-    def placement(self) -> str:
-        """Return one line about which member holds which weights; may be empty."""
-        return ""
-
     def drain(self) -> None:
-        """Wait until every step so far is known to be in the weights or not."""
+        """Wait until every step so far is known to be in the weights or not, and this worker has the weights
+        of the others."""
         return
 
     def rest(self) -> None:
@@ -186,31 +276,36 @@ class Learner(ABC):
         """Make any wait raise ViewChanging: the next view is coming. Called from another thread."""
         return
 
-    def eval_model(self) -> nn.Module:
-        return self.train_state.model
+    @contextmanager
+    def eval_model(self) -> Iterator[nn.Module]:
+        """Return a context with the model to evaluate. After it, the model has the weights that it trains."""
+        yield self.train_state.model
 
-    def add_up(self, value: float | Tensor) -> Tensor:
-        """Return the sum of a number, or of each number of a tensor, over the workers of the view.
-
-        Override it if there can be more than one worker: the default is the sum over this worker alone.
-        """
-        import torch
-
-        return torch.as_tensor(value, dtype=torch.float64)
-
-    def collect(self) -> None:
-        """Fetch the optimizer's state before a checkpoint. Called on the worker that writes it."""
-        return
-
-    def transport(self) -> str:
-        """Return the transport of the gradients, as shown on the console."""
-        return "none"
-
-    def state_dict(self) -> dict[str, Any]:
+    def snapshot(self) -> State:
+        """Bring model and optimizer up to date for a checkpoint, and return the state that the learner keeps
+        besides them. Called on the worker that writes it."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restore(self, state: State) -> None:
+        """Take over what `snapshot` returned."""
         assert not state, f"{type(self).__name__} keeps no state and got {list(state)}"
 
-    def close(self) -> None:
+    def close(self) -> AppliedSteps | None:
+        """Disconnect from the peers. Returns what is in the weights at the end, if this member knows."""
         return None
+
+
+class DedicatedServer(ABC):
+    """The run-time half of a member that only serves."""
+
+    @abstractmethod
+    def on_view(self, view: View) -> Joined:
+        """Serve the members of this view instead of those of the last; raises as `Learner.on_view`."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the error of a thread that serves, if one has failed. Called a few times a second."""
+
+    @abstractmethod
+    def close(self) -> AppliedSteps | None:
+        """Stop serving. Returns what is in the weights at the end, if this member knows."""

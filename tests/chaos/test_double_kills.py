@@ -21,11 +21,10 @@ FIELDS = {"width": 20_000, "lr": 1e-4}
 FLAGS = ("--max-restarts", "1000")
 
 
-def case(strategy: str, *flags: str, workers: int = 4, equals_single: bool = True) -> Case:
+def case(strategy: str, *flags: str, workers: int = 4) -> Case:
     return Case(
         strategy,
         workers=workers,
-        equals_single=equals_single,
         flags=(*FLAGS, *flags),
         fields={**FIELDS, "pause_s": 0.02},
     )
@@ -38,7 +37,7 @@ CASES = {
     "allreduce": ("Regression", case("allreduce")),
     "tables": ("Sparse", case("ps:sync")),
     # Each worker changes rows as soon as it can.
-    "tables-shared": ("Sparse", case("allreduce(tables=shared)", workers=3, equals_single=False)),
+    "tables-shared": ("Sparse", case("allreduce(tables=shared)", workers=3)),
 }
 
 
@@ -51,4 +50,4 @@ def test_two_deaths_at_almost_the_same_time_end_no_run(kind: str, tmp_path: Path
     )
     assert outcome.killed, "the run was to last longer"
     alone = harness.train(job, tmp_path / "alone", **FIELDS, epochs=EPOCHS).losses
-    audit(outcome, epochs=EPOCHS, alone=alone if disturbed.equals_single else ())
+    audit(outcome, epochs=EPOCHS, alone=alone if disturbed.traits.equals_single else ())

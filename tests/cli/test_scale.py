@@ -41,7 +41,7 @@ def workers_of(view: dict[str, object]) -> int:
 )
 def test_more_workers_and_fewer(strategy: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    case = Case(strategy, workers=2, equals_single="async" not in strategy)
+    case = Case(strategy, workers=2)
     arguments = case.arguments("Regression", run, pause_s=0.05, epochs=EPOCHS)
     with harness.command(*arguments, run=run) as running:
         running.wait_for_step(3)
@@ -61,7 +61,7 @@ def test_more_workers_and_fewer(strategy: str, tmp_path: Path) -> None:
     counts = [workers_of(view) for view in done.of("ViewChanged")]
     assert counts[0] == counts[-1] == 2
     assert 4 in counts
-    if case.equals_single:
+    if case.traits.equals_single:
         alone = harness.train("Regression", tmp_path / "alone", epochs=EPOCHS)
         assert done.losses == pytest.approx(alone.losses, rel=1e-5)
     assert json.loads((run / "summary.json").read_text())["outcome"] == "finished"

@@ -31,11 +31,11 @@ from manyhands.control.messages import (
     FROM_MEMBER,
     TO_MEMBER,
     Assignment,
-    Joined,
     Portion,
     Ready,
     StepsReport,
     TrainOrder,
+    ViewJoined,
 )
 from manyhands.errors import LinkError
 from manyhands.hosts.invitation import Invitation
@@ -118,7 +118,7 @@ def begin(link: Link) -> None:
     """Bring a worker to where it trains."""
     wait_for(link, Ready)
     link.send(ViewFormed(View(1, (SEAT,))))
-    wait_for(link, Joined)
+    wait_for(link, ViewJoined)
     link.send(TrainOrder([Portion(1, 0, 8, ((0, 8),))]))
     wait_for(link, StepsReport)
 

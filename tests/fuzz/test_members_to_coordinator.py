@@ -34,7 +34,6 @@ from manyhands.control.messages import (
     TO_MEMBER,
     CheckpointOrder,
     JobFields,
-    Joined,
     LeaveOrder,
     Left,
     Ready,
@@ -45,6 +44,7 @@ from manyhands.control.messages import (
     StopOrder,
     Stopped,
     TrainOrder,
+    ViewJoined,
     WorkerFacts,
 )
 from manyhands.coordinator.context import RunContext
@@ -133,7 +133,7 @@ class ThreadMember(Handle):
             match link.recv(TO_MEMBER).message:
                 case ViewFormed(formed):
                     view = formed.number
-                    link.send(Joined(view, "none"))
+                    link.send(ViewJoined(view, "none"))
                     if stage == "joined":
                         self._attack(link, view)
                         return

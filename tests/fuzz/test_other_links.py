@@ -28,6 +28,7 @@ from variants import (
 
 from manyhands.collectives.state_transfer import STATE, StateReceiver, StateSender
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import Context
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts import probe
 from manyhands.hosts.me import Me
@@ -117,7 +118,7 @@ def receiving(folder: Path) -> Iterator[tuple[StateReceiver, list[Any], Link]]:
     me = Me("worker-1", "here", "cpu", folder, VIEW, board=board)
     with Listener(f"unix:{folder}/state") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        receiver = StateReceiver(me, VIEW, new, AllReduce().build())
+        receiver = StateReceiver(me, VIEW, new, AllReduce().build(Context(new, me)))
         try:
             with listener.accept() as link:
                 yield receiver, list(new.model.parameters()), link
@@ -164,7 +165,7 @@ def test_frames_that_are_no_state(tmp_path: Path) -> None:
 def test_a_worker_that_sends_its_state_reads_nothing(tmp_path: Path) -> None:
     old, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
-    sender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), num_new=2)
+    sender = StateSender(me, VIEW, gather_state(old, {}), num_new=2)
     try:
         with watching():
             for name, data in strange_frames():

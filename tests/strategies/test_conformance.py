@@ -64,7 +64,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
     ),
     (Case("ps:sync(servers=3)", workers=4, fields=WIDE), (equals_single, survives_a_kill)),
     (
-        Case("ps:async(transport=shm)", workers=3, fields=WIDE, equals_single=False),
+        Case("ps:async(transport=shm)", workers=3, fields=WIDE),
         (begins_again, counts_every_sample_once),
     ),
     (
@@ -104,7 +104,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
         (counts_every_sample_once,),
     ),
     (
-        Case("ps:async(transport=tcp)", workers=3, fields=WIDE, equals_single=False),
+        Case("ps:async(transport=tcp)", workers=3, fields=WIDE),
         (counts_every_sample_once, ends_and_evaluates_in_steps),
     ),
     (
@@ -112,16 +112,15 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
             "ps:ssp(transport=tcp,placement=dedicated)",
             workers=2,
             fields=WIDE,
-            equals_single=False,
         ),
         (counts_every_sample_once,),
     ),
     (
-        Case("ps:ssp(transport=shm)", workers=3, fields=WIDE, equals_single=False),
+        Case("ps:ssp(transport=shm)", workers=3, fields=WIDE),
         (counts_every_sample_once, ends_and_evaluates_in_steps),
     ),
     (
-        Case("ps:backup(transport=tcp)", workers=3, fields=WIDE, equals_single=False),
+        Case("ps:backup(transport=tcp)", workers=3, fields=WIDE),
         (counts_every_sample_once, ends_and_evaluates_in_steps),
     ),
 ]

@@ -6,14 +6,16 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from manyhands.compute.feed import Feed
 from manyhands.compute.train_state import TrainState, begin_with
+from manyhands.contract import Context
 from manyhands.control.messages import Portion
+from manyhands.hosts.me import Me
 from manyhands.runs.checkpoints import choose
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing import harness
@@ -267,8 +269,8 @@ def losses_from(run: Path, *, epochs: int) -> list[float]:
     job = Sparse(table_optim="adam", epochs=epochs)
     train_state = TrainState.of(job, device="cpu", num_steps=7 * epochs)
     begin_with(str(choose(run, "last").path), train_state, job)
-    learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
-    learner.train_state = train_state
+    learner = SingleLearner(Context(train_state, cast(Me, None)))
+    feed = Feed(job, job.data(), device="cpu")
     losses = []
     for step in range(7 * epochs):
         epoch, place = divmod(step, 7)

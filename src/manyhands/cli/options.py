@@ -296,7 +296,7 @@ def _num_workers(
     resolved: Resolved, config: Strategy, cluster: ClusterSpec | None, *, elsewhere: bool
 ) -> tuple[int, int]:
     """Return the minimum number of workers, and the number at the start."""
-    default = config.default_workers if cluster is None else default_workers(config, cluster)
+    default = config.traits.default_workers if cluster is None else default_workers(config, cluster)
     workers = resolved.get("workers", default, number_or_range)
     *minimum, count = map(int, str(workers).split(":"))
     config.check(count)
@@ -326,7 +326,7 @@ def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
                 f"{flag} {sources[name]['value']}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
                 f"--scale-batch {SQRT}."
             )
-    if rule != NONE and not config.updates_whole_batches:
+    if rule != NONE and not config.traits.updates_whole_batches:
         raise UsageError(
             f"--scale-batch {rule}: with {config.name} each worker's push is already an update of its own: "
             "more workers make more updates, not larger ones. Set the size of a push with  --set "
@@ -344,7 +344,9 @@ def _chaos(text: str | None, config: Strategy, workers: int) -> FaultSpec | None
         return None
     chaos = parse_chaos(text)
     servers = config.servers_for(workers)
-    check(chaos, strategy=config.name, elastic=config.elastic, workers=workers, servers=servers)
+    check(
+        chaos, strategy=config.name, elastic=config.traits.elastic, workers=workers, servers=servers
+    )
     return chaos
 
 

@@ -29,7 +29,6 @@ from manyhands.hosts.rendezvous import connect_address, listening_address, one_h
 from manyhands.hosts.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER
-from manyhands.ps.config import ParameterServer
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 from manyhands.transport import Authority, parse_address
@@ -140,7 +139,7 @@ class ResolvedCluster:
         launcher = AgentLauncher(
             self.spec,
             least=options.min_workers if is_range else None,
-            shares_memory=make_strategy(options.strategy).shares_memory,
+            shares_memory=options.config.traits.shares_memory,
         )
         return LaunchPlan(self.listening_address(), launcher, self.authority, self.timeouts)
 
@@ -263,7 +262,7 @@ def fit_strategy(text: str, cluster: ClusterSpec) -> str:
     if not number:
         return text
     config, spec = make_strategy(text), parse_spec(text)
-    if not isinstance(config, ParameterServer):
+    if not config.traits.dedicated_servers:
         raise UsageError(
             f"{cluster.source} names {number} parameter servers, and {config.name} has none. Use "
             "--strategy ps:async, ps:sync, ps:ssp or ps:backup, or leave the servers out."
@@ -281,7 +280,7 @@ def fit_strategy(text: str, cluster: ClusterSpec) -> str:
 
 def default_workers(config: Strategy, cluster: ClusterSpec) -> int:
     """Return one worker per slot, without the slots that servers take."""
-    if config.default_workers == 1:
+    if config.traits.default_workers == 1:
         return 1
     servers = 0 if cluster.servers else config.servers_for(cluster.num_workers)
     return max(1, cluster.num_workers - servers)

@@ -21,7 +21,6 @@ from manyhands.hosts.ray.resources import (
 )
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.job import find_job
-from manyhands.strategies.registry import make_strategy
 from manyhands.transport import Address, Authority, parse_address
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class RayCluster:
                 least=least,
                 placement=self.placement,
                 shipped=self.ship is not None,
-                shares_memory=make_strategy(options.strategy).shares_memory,
+                shares_memory=options.config.traits.shares_memory,
             )
         except BaseException:
             broker.close()

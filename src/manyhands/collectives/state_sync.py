@@ -17,9 +17,10 @@ from torch import Tensor
 
 from manyhands.collectives.group import Group
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import Learner
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.encoding import empty_tensors, flatten, unflatten
-from manyhands.runs.saver import Stateful, gather_state, put_state
+from manyhands.runs.saver import gather_state, put_state
 
 BATCH_BYTES = 64 << 20
 """Bytes of a state that are sent at once."""
@@ -38,7 +39,7 @@ class SyncResult:
 def agree(
     group: Group,
     train_state: TrainState,
-    learner: Stateful,
+    learner: Learner,
     *,
     version: int,
     agreed: bool,
@@ -66,7 +67,7 @@ def agree(
     elif any(each != best for each in ranks):
         state = {}
         if group.rank == source:
-            state = gather_state(train_state, learner)
+            state = gather_state(train_state, learner.snapshot())
             if tables:
                 state["tables"] = train_state.tables.state_dict()
         state = _send(state, group, source)

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from manyhands.collectives.state_sync import batches, pour
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import Learner
 from manyhands.errors import LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.me import Me
 from manyhands.hosts.view import View
 from manyhands.runs.encoding import empty_tensors, flatten, unflatten
-from manyhands.runs.saver import Stateful, put_state
+from manyhands.runs.saver import put_state
 from manyhands.threads import start_thread
 from manyhands.transport import Limits, Link, Received
 from manyhands.transport.fields import MessageSet, check
@@ -119,7 +120,7 @@ class KeptUpdate:
 class StateReceiver:
     """Fetches the state of the others in a thread, and keeps the updates that they make meanwhile."""
 
-    def __init__(self, me: Me, view: View, train_state: TrainState, learner: Stateful) -> None:
+    def __init__(self, me: Me, view: View, train_state: TrainState, learner: Learner) -> None:
         self._me, self._view = me, view
         self._train_state, self._learner = train_state, learner
         self._kept: list[KeptUpdate] = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.compute.feed import Share
-from manyhands.compute.measures import Logged
 from manyhands.compute.seeds import derive
 from manyhands.compute.train_state import TrainState, checked_weight
 from manyhands.embeddings.modules import RowModel
@@ -48,43 +46,6 @@ class DeviceTime:
         """Return the time; waits for the GPU."""
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) / 1000
-
-
-@dataclass(slots=True)
-class StepReport:
-    """A learner's report of one step."""
-
-    step: int
-    samples: int
-    weight: float | Tensor
-    """Weight of this worker's part in the mean of the step."""
-    loss: float | Tensor
-    """Weighted sum of the losses of this worker's part. May be on a device: reading it waits."""
-    lr: float
-    step_s: float = 0.0
-    """Time since the end of the previous step, including data if the loop loads it."""
-    compute_s: float | DeviceTime | None = None
-    wait_s: float | None = None
-    """Time waited for other members; None on a GPU, where the host's clock can't tell."""
-    bytes_sent: int = 0
-    part: int = 0
-    """Index of the part; in lockstep, this worker's rank."""
-    staleness: int = 0
-    """Updates of others between reading the weights and changing them."""
-    dropped: bool = False
-    """If true, the part is not in the weights and is computed again."""
-    logged: Logged = field(default_factory=list)
-    """Measures that the job logged."""
-    measures: dict[str, float | Tensor] = field(default_factory=dict)
-    """Values of registered measures, by name, that the learner adds. They may be on a device."""
-    resolved: bool = True
-    """False until it is known whether the part is in the weights; a learner may set it from any thread,
-    as the last thing it sets."""
-
-    @property
-    def mean_loss(self) -> float:
-        """Mean loss of this worker's part; 0 if it was empty."""
-        return float(self.loss) / float(self.weight) if self.weight else 0.0
 
 
 Sum = Callable[[float | Tensor], float | Tensor]

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, get_args
 
+from manyhands.contract import AppliedSteps
 from manyhands.hosts.messages import (
     Beat,
     BoardPost,
@@ -190,19 +191,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class AppliedSteps:
-    """The steps and parts that are in the weights."""
+class ViewJoined(Report):
+    """The sender has joined the view; the fields are those of the contract's `Joined`."""
 
-    version: Count
-    applied: list[tuple[Count, int] | tuple[Count, int, Weight, float]]
-    """(step, part), and weight and loss where they are known."""
-    pushes: Mapping[str, Count] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Joined(Report):
     transport: str
-    settled: AppliedSteps | None = None
+    applied: AppliedSteps | None = None
     placement: str = ""
     catching_up: bool = False
     whole_steps: bool = False
@@ -294,7 +287,7 @@ class Stopped(Report):
 
 @dataclass(frozen=True)
 class Left(Report):
-    settled: AppliedSteps | None = None
+    applied: AppliedSteps | None = None
 
 
 FROM_MEMBER = MessageSet(Hello, Ready, Beat, BoardPost, Failed, Bye, *Report.__subclasses__())

@@ -60,7 +60,7 @@ def make_dispatcher(
     equal: bool = False,
 ) -> Dispatcher:
     """`equal`: in lockstep, shares ignore the workers' speed."""
-    if config.lockstep:
+    if config.traits.lockstep:
         return LockstepDispatcher(plan, checkpoint_tracker, send, equal)
     return WorkQueueDispatcher(plan, checkpoint_tracker, send, config.parts)
 

@@ -47,7 +47,7 @@ class FailureHandler:
     def recovers(self) -> bool:
         """If true, the others train on when a member dies."""
         options = self._options
-        return options.config.elastic and self._run_stats.trains and not options.rehearse
+        return options.config.traits.elastic and self._run_stats.trains and not options.rehearse
 
     def on_beat(self, member: str, beat: Beat) -> None:
         if (news := self._stuck.on_beat(member, beat, time.monotonic())) is not None:

@@ -93,9 +93,9 @@ def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts)
     config, samples = options.config, facts.train_samples
     if workers < 1:
         return "at least 1 is needed"
-    if not config.elastic:
+    if not config.traits.elastic:
         return f"{options.strategy} keeps the number of workers it started with"
-    if workers < present and not config.can_shrink:
+    if workers < present and not config.traits.can_shrink:
         return f"with {options.strategy} each worker holds state that no other has"
     batch = options.scaling.batch(facts.fields.batch_size, workers)
     if workers > batch:

@@ -116,6 +116,6 @@ class RunOptions:
     @property
     def may_leave_out(self) -> bool:
         """If true, slow workers may be left out if that is faster: nothing but the speed changes."""
-        config = self.config
-        shrinks = config.lockstep and config.elastic and config.can_shrink
+        traits = self.config.traits
+        shrinks = traits.lockstep and traits.elastic and traits.can_shrink
         return shrinks and not self.equal_shares and not self.scaling.on

@@ -27,7 +27,7 @@ class RunStats:
         self.unit: tuple[str, float] = ("samples", 1.0)
         """The unit of throughput, and how many of them a sample has."""
         self.last_loss: float | None = None
-        self.staleness = None if options.config.lockstep else StalenessStats()
+        self.staleness = None if options.config.traits.lockstep else StalenessStats()
         """Staleness of every part that was reported; in lockstep there is none."""
         self.bad_steps = BadSteps(options.max_bad_steps)
         self._started: float = before._started if before else time.monotonic()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 
+from manyhands.contract import AppliedSteps
 from manyhands.control import messages
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.context import RunContext
@@ -118,12 +119,12 @@ class Training:
             pool.change_view()
 
     def on_report(self, member: str, report: messages.Report) -> None:
-        # Before a view is active, only its `Joined` is handled; of older views, only what was done.
+        # Before a view is active, only `ViewJoined` is handled; of older views, only what was done.
         membership, views = self._membership, self._membership.views
         current = report.view == self._view
         recovers = self._failures.recovers and not membership.leaving
         match report:
-            case messages.Joined():
+            case messages.ViewJoined():
                 views.join(member, report)
             case messages.CaughtUp() if current:
                 views.catching_up.discard(member)
@@ -148,7 +149,7 @@ class Training:
                 membership.reconnect(member, peer)
             case PeerRefused() if recovers and report.view == views.current.number:
                 membership.expel(report.peer, accuser=member, reason=report.why)
-            case messages.Left(settled=messages.AppliedSteps(pushes=pushes)) if pushes:
+            case messages.Left(applied=AppliedSteps(pushes=pushes)) if pushes:
                 self._run_stats.pushes = dict(pushes)
             case messages.Saving():
                 self.dispatcher.saving(member, report.step)

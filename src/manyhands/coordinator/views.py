@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from manyhands.control.messages import Joined
+from manyhands.control.messages import ViewJoined
 from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.progress import PartKey, Sums
 from manyhands.coordinator.roster import Roster
@@ -24,7 +24,7 @@ class Views:
         self.catching_up: set[str] = set()
         """Workers that have joined and do not have the weights yet: they get no samples."""
         self.formed_at = 0.0
-        self._joined: dict[str, Joined] = {}
+        self._joined: dict[str, ViewJoined] = {}
         self._coordinator = context.coordinator
         self._roster = roster
         self._stream = context.stream
@@ -64,7 +64,7 @@ class Views:
         ordered = sorted(names, key=lambda name: (not is_worker(name), not self._may_save(name)))
         self._coordinator.form_view(self._roster.ready[name].seat for name in ordered)
 
-    def join(self, member: str, report: Joined) -> None:
+    def join(self, member: str, report: ViewJoined) -> None:
         if report.view != self.current.number:
             return  # there is a newer view already
         if member not in self.current.names:
@@ -95,9 +95,9 @@ class Views:
         loss of each where they are known."""
         found: dict[PartKey, Sums | None] = {}
         for report in self._joined.values():
-            for step, part, *sums in report.settled.applied if report.settled else ():
-                if sums or (step, part) not in found:
-                    found[step, part] = (sums[0], sums[1]) if sums else None
+            for each in report.applied.parts if report.applied else ():
+                if each.sums or (each.step, each.part) not in found:
+                    found[each.step, each.part] = each.sums
         return found
 
     @property

@@ -43,7 +43,7 @@ class WorkerPool:
     def has_slots(self) -> bool:
         """If true, the hosts have enough free slots to start."""
         options, servers = self._options, self._options.servers
-        fewer = options.config.elastic and not servers
+        fewer = options.config.traits.elastic and not servers
         workers = options.min_workers if fewer else options.workers
         return self._coordinator.launcher.has_room(workers, servers)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
-from manyhands.contract import Learner, Strategy
+from manyhands.contract import Context, DedicatedServer, Learner, Strategy, Traits
 from manyhands.errors import SpecError
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ DEDICATED = 2
 class ParameterServer(Strategy):
     """Options shared by the four strategies."""
 
-    needs_coordinator: ClassVar[bool] = True
-    elastic: ClassVar[bool] = True
-
     servers: int | Literal["auto"] = "auto"
     """Number of servers; auto: every worker that would have a block to serve, or two dedicated ones."""
     placement: Literal["colocated", "dedicated"] = "colocated"
@@ -33,6 +30,16 @@ class ParameterServer(Strategy):
     """Copies of each block on another server, kept up to date: 1 or 0."""
     row_bits: int = 32
     """Bits of each number of a table's row on the wire: 32, or 16 (bfloat16)."""
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(
+            elastic=True,
+            can_shrink=self.replicas > 0 or self.placement == "dedicated",
+            needs_coordinator=True,
+            shares_memory=self.transport != "tcp",
+            dedicated_servers=True,
+        )
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -58,21 +65,18 @@ class ParameterServer(Strategy):
             return 0
         return DEDICATED if self.servers == "auto" else self.servers
 
-    @property
-    def shares_memory(self) -> bool:
-        return self.transport != "tcp"
-
-    @property
-    def can_shrink(self) -> bool:
-        return self.replicas > 0 or self.placement == "dedicated"
-
     def needs_keys(self, workers: int) -> bool:
         return self.transport == "tcp"
 
-    def build(self) -> Learner:
+    def build(self, context: Context) -> Learner:
         from manyhands.ps.learner import PsLearner
 
-        return PsLearner(self)
+        return PsLearner(self, context)
+
+    def build_server(self, context: Context) -> DedicatedServer:
+        from manyhands.ps.node import DedicatedPsServer
+
+        return DedicatedPsServer(self, context)
 
     @abstractmethod
     def mode(self, clip_norm: float | None) -> PsMode:

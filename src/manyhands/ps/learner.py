@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from manyhands.compute.gradients import StepReport, gradients, row_seed
-from manyhands.contract import Learner
+from manyhands.compute.gradients import gradients, row_seed
+from manyhands.contract import AppliedSteps, Context, Joined, Learner, State, StepReport
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import JobError
 from manyhands.ps.block_store import bytes_of, clip_factor
@@ -40,7 +40,6 @@ from manyhands.ps.row_pushes import OwnRows, RowPushes, row_pushes
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
     from manyhands.compute.train_state import TrainState
-    from manyhands.hosts.me import Me
     from manyhands.hosts.view import View
 
 
@@ -146,8 +145,11 @@ class UnorderedPushes(MessagePushes):
 
 
 class PsLearner(Learner):
-    def __init__(self, config: ParameterServer) -> None:
+    def __init__(self, config: ParameterServer, context: Context) -> None:
+        super().__init__(context)
         self._config = config
+        self._node = PsNode(config, self.train_state, self.me)
+        self._buffer = GradientBuffer(self.train_state.model, self._node.parameters)
         self._client: Client | None = None
         self._memory: WorkerMemory | None = None
         self._pushes: Pushes | None = None
@@ -163,13 +165,6 @@ class PsLearner(Learner):
         self._seen = 0
         """The newest version of the parameters that this worker has computed with."""
 
-    def prepare(self, train_state: TrainState, me: Me) -> None:
-        super().prepare(train_state, me)
-        # The scheduler here only computes the rate: the servers' optimizers do the steps.
-        train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
-        self._node = PsNode(self._config, train_state, me)
-        self._buffer = GradientBuffer(train_state.model, self._node.parameters)
-
     # The view -----------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
@@ -178,7 +173,7 @@ class PsLearner(Learner):
         if self._client is not None:
             self._client.wake_up()
 
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: View) -> Joined:
         node, me = self._node, self.me
         if self._client is not None:
             self._seen = max(self._seen, self._client.version)
@@ -216,9 +211,21 @@ class PsLearner(Learner):
             rounds, model = node.mode.rounds, self.train_state.model
             early = rounds and not memory.has_copy
             self._overlap = Overlap(model, node.parameters, self._buffer, client, enabled=early)
-            by_message = MessagePushes if self._config.lockstep else UnorderedPushes
+            by_message = MessagePushes if self._config.traits.lockstep else UnorderedPushes
             waits = rounds and memory.has_copy
             self._pushes = by_message(client, self._overlap, rounds=rounds, waits_for_params=waits)
+        rescued, self._in_flight = self._in_flight, None
+        if rescued is not None:
+            rescued.resolved = True
+        return Joined(
+            transport=node.transport.describe(),
+            placement=f"{client.placement.describe()}; {self._config.placement}",
+            applied=node.applied_steps(),
+            rescued=rescued,
+            whole_steps=self._wants_whole_steps,
+            prefetches=isinstance(self.train_state.tables, RemoteTables)
+            and self.train_state.tables.foresees,
+        )
 
     def _connect(self, view: View, memory: WorkerMemory) -> Client:
         node, me = self._node, self.me
@@ -258,24 +265,9 @@ class PsLearner(Learner):
             copies_params=node.transport.copies_params,
         )
 
-    def rescued(self) -> StepReport | None:
-        report, self._in_flight = self._in_flight, None
-        if report is not None:
-            report.resolved = True
-        return report
-
-    def settled(self) -> dict[str, Any] | None:
-        return self._node.settled()
-
-    def placement(self) -> str:
-        return f"{self._joined().placement.describe()}; {self._config.placement}"
-
-    def transport(self) -> str:
-        return self._node.transport.describe()
-
-    def close(self) -> None:
+    def close(self) -> AppliedSteps | None:
         self._drop_client()
-        self._node.leave()
+        return self._node.close()
 
     def _drop_client(self) -> None:
         if self._overlap is not None:
@@ -359,18 +351,12 @@ class PsLearner(Learner):
         return clip_factor(self._memory.slots[slot].norm() * total / samples, limit)
 
     @property
-    def whole_steps(self) -> bool:
+    def _wants_whole_steps(self) -> bool:
         """A model that changes shared rows itself has finished a part once it is computed: there is no mean
         over a step, and larger parts need fewer messages."""
         return isinstance(self._rows, OwnRows) and isinstance(self.train_state.model, RowModel)
 
-    @property
-    def looks_ahead(self) -> bool:
-        return (
-            isinstance(self.train_state.tables, RemoteTables) and self.train_state.tables.foresees
-        )
-
-    def ahead(self, share: Share) -> None:
+    def prefetch(self, share: Share) -> None:
         tables, model = self.train_state.tables, self.train_state.model
         assert isinstance(tables, RemoteTables)
         for index, (batch, samples) in enumerate(share.batches):
@@ -387,15 +373,17 @@ class PsLearner(Learner):
         self._memory.refresh()
 
     def rest(self) -> None:
-        self._joined().rest()
+        self._connected().rest()
 
-    def eval_model(self) -> torch.nn.Module:
-        """Return the model with the statistics of the first worker, which are those that are saved."""
+    @contextmanager
+    def eval_model(self) -> Iterator[torch.nn.Module]:
+        """Return a context with the model and the statistics of the first worker, which are those that are
+        saved."""
         self.drain()
         buffers = model_buffers(self.train_state)
         if buffers and self.me.world > 1:
             self._exchanges += 1
-            requests = self._joined().requests
+            requests = self._connected().requests
             whole = torch.cat([buffer.detach().reshape(-1).double().cpu() for buffer in buffers])
             if self.me.rank == 0:
                 requests.send_statistics(self._exchanges, bytes_of(whole))
@@ -406,13 +394,13 @@ class PsLearner(Learner):
                     buffers, whole.split([buffer.numel() for buffer in buffers]), strict=True
                 ):
                     buffer.copy_(part.view_as(buffer))
-        return self.train_state.model
+        yield self.train_state.model
 
-    def collect(self) -> None:
-        """Copy the state of the servers' optimizers into this worker's, for a checkpoint."""
+    def snapshot(self) -> State:
+        """Copy the state of the servers' optimizers into this worker's."""
         train_state, layout = self.train_state, self._node.layout
         self.drain()
-        tensor_messages = self._joined().requests.states()
+        tensor_messages = self._connected().requests.states()
         states = {
             number: block_state.state
             for (_, number), block_state in tensor_messages.complete.items()
@@ -422,8 +410,9 @@ class PsLearner(Learner):
             if state:
                 train_state.optimizer.state[parameter] = state
         self._node.transport.evict_rows()
+        return {}
 
-    def _joined(self) -> Client:
+    def _connected(self) -> Client:
         assert self._client is not None, "a view comes before the first step"
         return self._client
 

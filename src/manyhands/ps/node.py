@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
 
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import AppliedPart, AppliedSteps, Context, DedicatedServer, Joined
 from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, ViewChanging, WeightsLost
 from manyhands.hosts.me import Board, Me
@@ -49,6 +49,8 @@ class PsNode:
         self.config = config
         self.train_state = train_state
         self.me = me
+        # The scheduler here only computes the rate: the optimizers of the blocks do the steps.
+        train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.mode = config.mode(train_state.clip_norm)
         self.layout = layout_of(train_state.model, train_state.optimizer)
         self.parameters = pieces_of(train_state.model, train_state.optimizer)
@@ -169,17 +171,22 @@ class PsNode:
     def is_leader(self, view: View) -> bool:
         return self.servers_in(view)[0] == self.me.name
 
-    def settled(self) -> dict[str, Any] | None:
+    def applied_steps(self) -> AppliedSteps | None:
         """Return what is in the weights, on the leader; None on others."""
         if self.server is None or not self.is_leader(self.me.view):
             return None
         assert self.server_state is not None
         ledger = self.server_state.ledger
-        return {
-            "version": ledger.version,
-            "applied": [list(part) for part in ledger.parts],
-            "pushes": dict(ledger.counts),
-        }
+        parts = [
+            AppliedPart(step, part, (weight, loss)) for step, part, weight, loss in ledger.parts
+        ]
+        return AppliedSteps(ledger.version, parts, dict(ledger.counts))
+
+    def close(self) -> AppliedSteps | None:
+        """End the server of this view. Returns what is in the weights, on the leader."""
+        applied = self.applied_steps()
+        self.leave()
+        return applied
 
     def dial(self, server: str) -> Link:
         """Connect to a server of this view; retries until it answers or a new view comes."""
@@ -236,3 +243,24 @@ class PsNode:
     def board(self) -> Board:
         assert self.me.board is not None, "parameter servers need a coordinator"
         return self.me.board
+
+
+class DedicatedPsServer(DedicatedServer):
+    """A member that serves and computes no gradients."""
+
+    def __init__(self, config: ParameterServer, context: Context) -> None:
+        self._node = PsNode(config, context.train_state, context.me)
+
+    def on_view(self, view: View) -> Joined:
+        self._node.leave(view)
+        self._node.enter(view)
+        self._node.wait_until_begun()
+        return Joined(applied=self._node.applied_steps())
+
+    def check(self) -> None:
+        server = self._node.server
+        if server is not None and server.error is not None:
+            raise server.error
+
+    def close(self) -> AppliedSteps | None:
+        return self._node.close()

@@ -45,7 +45,7 @@ from manyhands.threads import OnError, start_thread
 from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
-    from manyhands.compute.gradients import StepReport
+    from manyhands.contract import StepReport
 
 LOOK_S = 0.2
 """Interval at which a waiting member checks that the view is still valid."""

@@ -165,7 +165,7 @@ class NetworkTransport(PsTransport):
     row_state_type = RowServerState
 
     def __init__(self, node: PsNode) -> None:
-        super().__init__(node, serves_rows=True, copies_params=not node.config.lockstep)
+        super().__init__(node, serves_rows=True, copies_params=not node.config.traits.lockstep)
 
     def describe(self) -> str:
         return "tcp, authenticated only" if self._node.me.trust_network else "tcp with TLS"

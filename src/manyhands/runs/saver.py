@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from manyhands.contract import Learner, State
 from manyhands.errors import CheckpointError
 from manyhands.runs import safe_reader, table_files
 from manyhands.runs.checkpoints import facts_of, partial
@@ -45,11 +46,6 @@ class Trained(Protocol):
     def tables(self) -> SavableTables: ...
     @property
     def schedule_state(self) -> dict[str, Any]: ...
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Saver:
@@ -78,11 +74,12 @@ class Saver:
         self._spare: list[torch.Tensor] = []
         """The copies of the last checkpoint, whose memory is reused."""
 
-    def start(self, step: int, trained: Trained, learner: Stateful) -> None:
+    def start(self, step: int, trained: Trained, own: State) -> None:
+        """Save the state of a step. `own`: the learner's snapshot."""
         assert self._thread is None or not self._thread.is_alive(), "one checkpoint at a time"
         started = time.perf_counter()
         _load()  # not in the writing thread, which would slow down steps
-        state = gather_state(trained, learner, spare=self._spare)
+        state = gather_state(trained, own, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
         if trained.tables.specs and self._run.exists():
@@ -175,9 +172,10 @@ def _load() -> None:
 
 
 def gather_state(
-    trained: Trained, learner: Stateful, *, spare: Sequence[torch.Tensor] = ()
+    trained: Trained, own: State, *, spare: Sequence[torch.Tensor] = ()
 ) -> dict[str, Any]:
-    """Copy everything that resume needs of this member to the CPU: into `spare` where it fits."""
+    """Copy everything that resume needs of this member to the CPU: into `spare` where it fits. `own`: the
+    learner's snapshot."""
     there = iter(spare)
 
     def copied(leaf: Any) -> Any:
@@ -193,7 +191,7 @@ def gather_state(
         "optimizer": optimizer_state(trained.model, trained.optimizer),
         "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
         "schedule": trained.schedule_state,
-        "learner": learner.state_dict(),
+        "learner": own,
     }
     return tree_map(copied, state)
 
@@ -262,7 +260,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def load_state(folder: str | Path, trained: Trained, learner: Stateful | None) -> dict[str, Any]:
+def load_state(folder: str | Path, trained: Trained, learner: Learner | None) -> dict[str, Any]:
     """Load a checkpoint into the model, the optimizer, the scheduler and the learner (None: skip its state).
     Returns its state, with tables as SavedTables."""
     state = open_state(Path(folder))
@@ -277,7 +275,7 @@ def load_state(folder: str | Path, trained: Trained, learner: Stateful | None) -
 
 
 def put_state(
-    state: Mapping[str, Any], trained: Trained, learner: Stateful | None, *, tables: bool = True
+    state: Mapping[str, Any], trained: Trained, learner: Learner | None, *, tables: bool = True
 ) -> None:
     """Load what `gather_state` returned, and the tables unless they are elsewhere."""
     load_dense_state(trained.model, state["model"])
@@ -285,7 +283,7 @@ def put_state(
     if trained.scheduler is not None and state["scheduler"]:
         trained.scheduler.load_state_dict(state["scheduler"])
     if learner is not None:
-        learner.load_state_dict(state.get("learner", {}))
+        learner.restore(state.get("learner", {}))
     saved = state.get("tables", {})
     if tables and (saved or trained.tables.specs):  # raises if they are not the job's
         trained.tables.load_state_dict(saved)

@@ -15,16 +15,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from manyhands.contract import WHOLE, Learner, Strategy
+from manyhands.contract import (
+    WHOLE,
+    AppliedPart,
+    AppliedSteps,
+    Context,
+    Joined,
+    Learner,
+    StepReport,
+    Strategy,
+    Traits,
+)
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
 from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -34,9 +45,7 @@ if TYPE_CHECKING:
     from manyhands.collectives.state_transfer import StateReceiver, StateSender
     from manyhands.collectives.table_sync import TableSync
     from manyhands.compute.feed import Share
-    from manyhands.compute.gradients import StepReport, WeightsFirst
-    from manyhands.compute.train_state import TrainState
-    from manyhands.hosts.me import Me
+    from manyhands.compute.gradients import WeightsFirst
     from manyhands.hosts.view import View
 
 LATEST = 2_000
@@ -46,8 +55,6 @@ LATEST = 2_000
 @dataclass(frozen=True)
 class AllReduce(Strategy):
     name: ClassVar[str] = "allreduce"
-    summary: ClassVar[str] = "synchronous all-reduce of the gradients"
-    elastic: ClassVar[bool] = True
 
     bucket_mb: int = 25
     """Size of a gradient bucket in MiB; between hosts, at most an eighth of the model, so that sending
@@ -59,6 +66,11 @@ class AllReduce(Strategy):
     tls: bool = False
     """If true, gradients between workers are encrypted; torch's gloo must be built with TLS."""
 
+    @property
+    def traits(self) -> Traits:
+        shared = self.tables == "shared"
+        return Traits(elastic=True, equals_single=not shared, shares_memory=shared)
+
     def needs_keys(self, workers: int) -> bool:
         return self.tls
 
@@ -67,17 +79,15 @@ class AllReduce(Strategy):
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
 
-    @property
-    def shares_memory(self) -> bool:
-        return self.tables == "shared"
-
-    def build(self) -> Learner:
-        return AllReduceLearner(self)
+    def build(self, context: Context) -> Learner:
+        return AllReduceLearner(self, context)
 
 
 class AllReduceLearner(Learner):
-    def __init__(self, config: AllReduce) -> None:
+    def __init__(self, config: AllReduce, context: Context) -> None:
+        super().__init__(context)
         self._config = config
+        self._buffers = Buffers(self.train_state.model)
         self._group: Group | None = None
         self._reducer: Reducer | None = None
         self._table_sync: TableSync | None = None
@@ -95,33 +105,35 @@ class AllReduceLearner(Learner):
         workers are lost."""
         self._in_flight: StepReport | None = None
         """The report of the step that is being computed, or that a view change interrupted."""
-        self._rescued: StepReport | None = None
-        """The report of an interrupted step that is in the weights: another worker had made the update."""
-
-    def prepare(self, train_state: TrainState, me: Me) -> None:
-        super().prepare(train_state, me)
-        if self._config.tls:
+        if config.tls:
             from manyhands.collectives.gloo_tls import use_tls
 
-            use_tls(me.credentials)
-        self._buffers = Buffers(train_state.model)
+            use_tls(self.me.credentials)
 
     # Views --------------------------------------------------------------------------------------
 
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: View) -> Joined:
         self.close()
         with self._view_change_on_lost_peer():
-            self._join_view(view)
-        self._agreed = self._state_receiver is None
+            rescued = self._join_view(view)
+        catching_up = self._state_receiver is not None
+        self._agreed = not catching_up
+        return Joined(
+            transport=self._group.describe() if self._group is not None else "none",
+            group=self._group,
+            applied=self._applied_steps(),
+            rescued=rescued,
+            catching_up=catching_up,
+        )
 
-    def _join_view(self, view: View) -> None:
-        """Connect to the workers of the view, agree on the weights, and set up the reducer."""
+    def _join_view(self, view: View) -> StepReport | None:
+        """Connect to the workers of the view, agree on the weights, and set up the reducer. Returns the
+        report of an interrupted step that is in the weights: another worker had made the update."""
         shared = self._config.tables == "shared"
         # Each worker looks up other ids. A row is made when all workers have its id, so replicas stay equal.
         self.train_state.tables.makes_on_pull = shared or view.world == 1
         if view.world == 1:
-            self._set_version(self._version)
-            return
+            return self._set_version(self._version)
         from manyhands.collectives.join import join_group
         from manyhands.collectives.reducer import Reducer
         from manyhands.collectives.state_sync import agree
@@ -136,7 +148,7 @@ class AllReduceLearner(Learner):
             tables=not shared,
             may_wait=self.me.board is not None and not self.train_state.tables.specs,
         )
-        self._set_version(known.version)
+        rescued = self._set_version(known.version)
         self._buffers.source = next(rank for rank in range(view.world) if rank not in known.new)
         if known.new:
             self._start_state_transfer(known.new, known.source, view)
@@ -152,6 +164,7 @@ class AllReduceLearner(Learner):
 
             sync_type = SharedTables if shared else ReplicatedTables
             self._table_sync = sync_type(self.train_state, view, self._group)
+        return rescued
 
     def _start_state_transfer(self, new: Collection[int], source: int, view: View) -> None:
         """Start the transfer of the state to new workers, which catch up while the others train."""
@@ -160,17 +173,13 @@ class AllReduceLearner(Learner):
 
         if self.me.rank == source:
             self._state_sender = StateSender(
-                self.me, view, gather_state(self.train_state, self), num_new=len(new)
+                self.me, view, gather_state(self.train_state, self.snapshot()), num_new=len(new)
             )
         elif self.me.rank in new:
             self._state_receiver = StateReceiver(self.me, view, self.train_state, self)
 
-    @property
-    def catching_up(self) -> bool:
-        return self._state_receiver is not None
-
-    def _catch_up(self, *, wait_s: float = 0.0) -> None:
-        """Switch to the weights of the others, if the state has arrived."""
+    def _catch_up(self, *, wait_s: float = 0.0) -> bool:
+        """Switch to the weights of the others, if the state has arrived. Returns whether it has."""
         assert self._state_receiver is not None
         try:
             done = self._state_receiver.caught_up(self._parameters, wait_s=wait_s)
@@ -184,40 +193,40 @@ class AllReduceLearner(Learner):
             ) from error
         if done:
             self._state_receiver, self._agreed = None, True
+        return done
 
     def drain(self) -> None:
         while self._state_receiver is not None:
-            self._catch_up(wait_s=0.1)
-            if self._state_receiver is not None and self.me.view_changing:
+            if not self._catch_up(wait_s=0.1) and self.me.view_changing:
                 raise ViewChanging("the state did not arrive in time")
 
-    def _set_version(self, version: int) -> None:
-        """Set the last step that is in the weights, which may be one that this worker had not finished.
-        Gradients of an interrupted step are dropped."""
+    def _set_version(self, version: int) -> StepReport | None:
+        """Set the last step that is in the weights, which may be one that this worker had not finished:
+        returns its report. Gradients of an interrupted step are dropped."""
         in_flight, self._in_flight = self._in_flight, None
-        self._rescued = None
+        rescued = None
         if version > self._version:
             self._applied.append((version, None))
             if in_flight is not None and in_flight.step == version:
-                self._rescued = in_flight
+                rescued = in_flight
         self._version = version
         self.train_state.optimizer.zero_grad(set_to_none=True)
         self.train_state.tables.forget()
-
-    def rescued(self) -> StepReport | None:
-        rescued, self._rescued = self._rescued, None
         return rescued
 
-    def settled(self) -> dict[str, Any]:
+    def _applied_steps(self) -> AppliedSteps:
         import torch
 
-        applied: list[list[Any]] = [[step, 0] for step, _ in self._applied]
+        parts = [AppliedPart(step, 0) for step, _ in self._applied]
         steps = [step for step, sums in self._applied if sums is not None]
         if steps:
             # One read from the device.
             rows = torch.stack([sums for _, sums in self._applied if sums is not None]).tolist()
-            applied += [[step, WHOLE, *row] for step, row in zip(steps, rows, strict=True)]
-        return {"version": self._version, "applied": applied}
+            parts += [
+                AppliedPart(step, WHOLE, (weight, loss))
+                for step, (weight, loss) in zip(steps, rows, strict=True)
+            ]
+        return AppliedSteps(self._version, parts)
 
     def interrupt(self) -> None:
         group = self._group
@@ -241,7 +250,7 @@ class AllReduceLearner(Learner):
     # Steps --------------------------------------------------------------------------------------
 
     def step(self, share: Share) -> StepReport:
-        from manyhands.compute.gradients import DeviceTime, StepReport, gradients
+        from manyhands.compute.gradients import DeviceTime, gradients
 
         started = time.perf_counter()
         lr, reducer, sent = self.train_state.lr, self._reducer, 0
@@ -266,7 +275,7 @@ class AllReduceLearner(Learner):
         else:
             self._state_receiver.keep(self._parameters)
             self.train_state.optimizer.zero_grad(set_to_none=True)
-            self._catch_up()
+            report.caught_up = self._catch_up()
         self._version = share.step
         self._applied.append((share.step, None if reducer is None else reducer.notes.clone()))
         self._in_flight = None
@@ -283,22 +292,24 @@ class AllReduceLearner(Learner):
         reducer.begin()
         if self._state_receiver is None:
             report.weight, report.loss = gradients(
-                self.train_state, share, total=self.add_up, local=reducer.alone, ahead=reducer.note
+                self.train_state, share, total=self._sum, local=reducer.alone, ahead=reducer.note
             )
         elif self.train_state.weight is not None:  # the others sum the weights of their samples
-            self.add_up(0.0)
+            self._sum(0.0)
         computed = _now(report)
         reducer.finish()
         return computed
 
-    def eval_model(self) -> nn.Module:
-        """Return the model with the buffers of rank 0 (BatchNorm's statistics), as a checkpoint has them."""
+    @contextmanager
+    def eval_model(self) -> Iterator[nn.Module]:
+        """Return a context with the model and the buffers of rank 0 (BatchNorm's statistics), as a checkpoint
+        has them."""
         if self._group is not None:
             with self._view_change_on_lost_peer():
                 self._buffers.broadcast(self._group)
-        return self.train_state.model
+        yield self.train_state.model
 
-    def add_up(self, value: float | Tensor) -> Tensor:
+    def _sum(self, value: float | Tensor) -> Tensor:
         import torch
 
         total = torch.as_tensor(value, dtype=torch.float64, device=self.train_state.device).clone()
@@ -306,9 +317,6 @@ class AllReduceLearner(Learner):
             with self._view_change_on_lost_peer():
                 self._group.all_reduce(total)
         return total
-
-    def transport(self) -> str:
-        return self._group.describe() if self._group is not None else "none"
 
     def _view_change_on_lost_peer(self) -> AbstractContextManager[None]:
         from manyhands.collectives.group import view_change_on_lost_peer

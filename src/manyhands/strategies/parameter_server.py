@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from manyhands.contract import Traits
 from manyhands.errors import SpecError
 from manyhands.ps.config import ParameterServer
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class PsSync(ParameterServer):
     name: ClassVar[str] = "ps:sync"
-    summary: ClassVar[str] = "parameter servers, each step waits for all workers"
 
     def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
@@ -45,9 +45,6 @@ class PsSync(ParameterServer):
 @dataclass(frozen=True)
 class PsAsync(ParameterServer):
     name: ClassVar[str] = "ps:async"
-    summary: ClassVar[str] = "parameter servers, each push is applied on arrival; nobody waits"
-    lockstep: ClassVar[bool] = False
-    updates_whole_batches: ClassVar[bool] = False
 
     lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
     """Divide the learning rate by 1 + staleness, or by its square root; none: leave it."""
@@ -55,6 +52,12 @@ class PsAsync(ParameterServer):
     """Strength of delay compensation (DC-ASGD), such as 0.04; 0: none."""
     row_age: int = 0
     """Steps for which a worker may reuse a table's row before it fetches it again."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(
+            super().traits, lockstep=False, equals_single=False, updates_whole_batches=False
+        )
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -83,7 +86,6 @@ class PsAsync(ParameterServer):
 @dataclass(frozen=True)
 class PsSsp(PsAsync):
     name: ClassVar[str] = "ps:ssp"
-    summary: ClassVar[str] = "as ps:async, but nobody runs more than `staleness` steps ahead"
 
     staleness: int = 4
     """How many steps the fastest worker may be ahead of the slowest; 0: none."""
@@ -102,8 +104,6 @@ class PsSsp(PsAsync):
 @dataclass(frozen=True)
 class PsBackup(ParameterServer):
     name: ClassVar[str] = "ps:backup"
-    summary: ClassVar[str] = "parameter servers, each step waits for all but the `spares` slowest"
-    lockstep: ClassVar[bool] = False
 
     spares: int = 1
     """How many workers a step does not wait for."""
@@ -111,6 +111,10 @@ class PsBackup(ParameterServer):
     """What to do with a late gradient: drop it and compute it again, or add it to the next step, decayed."""
     decay: float = 0.5
     """Factor on a late gradient for each step that it missed."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, lockstep=False, equals_single=False)
 
     def check(self, workers: int) -> None:
         super().check(workers)

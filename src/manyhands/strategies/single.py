@@ -6,20 +6,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from manyhands.contract import Learner, Strategy
+from manyhands.contract import Context, Joined, Learner, StepReport, Strategy, Traits
 from manyhands.errors import SpecError
 
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
-    from manyhands.compute.gradients import StepReport
     from manyhands.hosts.view import View
 
 
 @dataclass(frozen=True)
 class Single(Strategy):
     name: ClassVar[str] = "single"
-    summary: ClassVar[str] = "one worker, the reference"
-    default_workers: ClassVar[int] = 1
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(default_workers=1)
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -29,16 +30,17 @@ class Single(Strategy):
                 f"Use  --strategy allreduce --workers {workers}  or  --workers 1."
             )
 
-    def build(self) -> Learner:
-        return SingleLearner()
+    def build(self, context: Context) -> Learner:
+        return SingleLearner(context)
 
 
 class SingleLearner(Learner):
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: View) -> Joined:
         assert view.world == 1, f"single with {view.world} workers"
+        return Joined()
 
     def step(self, share: Share) -> StepReport:
-        from manyhands.compute.gradients import StepReport, gradients
+        from manyhands.compute.gradients import gradients
 
         started = time.perf_counter()
         lr = self.train_state.lr

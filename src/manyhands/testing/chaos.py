@@ -70,7 +70,6 @@ def case_of(mode: str, transport: str, placement: str) -> Case:
     return Case(
         spec,
         workers=3,
-        equals_single=mode in ("allreduce", "ps:sync"),
         flags=("--max-restarts", "1000", EQUAL),
         # A small learning rate: gradients computed on old weights must not diverge.
         fields={"width": 20_000, "lr": 1e-4, "pause_s": 0.03},
@@ -190,7 +189,7 @@ def audit(
             least = min(reading[each] for reading in readings[half:])
             assert least <= most, f"process {pid} leaks: files, threads {readings}"
     assert not outcome.left_over, f"left over: {outcome.left_over}"
-    if alone and outcome.case.equals_single:
+    if alone and outcome.case.traits.equals_single:
         far = [abs(ours / theirs - 1) for ours, theirs in zip(done.losses, alone, strict=True)]
         assert max(far) < LIKE_ALONE, f"step {far.index(max(far)) + 1} differs by {max(far):.2g}"
     elif alone:

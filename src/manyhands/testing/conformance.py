@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from manyhands.contract import Traits
 from manyhands.strategies.registry import make_strategy
 from manyhands.testing import harness
 from manyhands.testing.counting import COUNTING, Counting, check_counts
@@ -37,8 +38,6 @@ EQUAL = "--equal-shares"
 class Case:
     strategy: str
     workers: int
-    equals_single: bool = True
-    """If true, the strategy is synchronous: same result as one worker, up to the order of sums."""
     flags: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     counts_rows: bool = True
@@ -49,9 +48,8 @@ class Case:
         return "-".join((self.strategy, str(self.workers), *more))
 
     @property
-    def elastic(self) -> bool:
-        """If true, training continues in place when a worker dies."""
-        return make_strategy(self.strategy).elastic
+    def traits(self) -> Traits:
+        return make_strategy(self.strategy).traits
 
     def arguments(self, job: str, run: Path, *flags: str, **fields: Any) -> list[str]:
         return harness.train_arguments(
@@ -118,7 +116,7 @@ def begins_again(case: Case, folder: Path) -> None:
     assert len(done.of("MemberStarted")) >= 2 * len(pids)
     assert harness.gone([*pids.values(), running.process.pid])
     assert_once_an_epoch(done)
-    if case.equals_single:
+    if case.traits.equals_single:
         whole = case.train("Dropout", folder / "whole", EQUAL)
         assert done.losses == whole.losses
         assert_same_bits(done.state(), whole.state())
@@ -147,7 +145,7 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
 
 def survives_a_kill(case: Case, folder: Path) -> None:
     """Kill a worker: training continues in place or restarts, as the strategy declares."""
-    (goes_on_after_a_kill if case.elastic else begins_again)(case, folder)
+    (goes_on_after_a_kill if case.traits.elastic else begins_again)(case, folder)
 
 
 def counting_case(case: Case) -> Case:
@@ -234,7 +232,7 @@ def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
     found = {event["step"]: event for event in done.of("Evaluated")}
     assert sorted(found) == due
     assert {event["samples"] for event in found.values()} == {20}
-    if case.equals_single:
+    if case.traits.equals_single:
         reference = _reference("Regression", tuple(sorted({**case.fields, **length}.items())))
         for step, expected in zip(due, reference.metrics, strict=True):
             assert found[step]["metrics"] == pytest.approx(expected, rel=1e-4)
@@ -295,7 +293,7 @@ def _as_single(
 
     assert_once_an_epoch(done)
     assert done.steps[-1]["step"] == EPOCHS * -(-SAMPLES // BATCH)
-    if not case.equals_single:
+    if not case.traits.equals_single:
         return
     reference = _reference(job, tuple(sorted({**case.fields, **fields}.items())))
     for record, expected in zip(done.steps, reference.losses, strict=True):

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from manyhands.compute.loaders import Loaders
 from manyhands.compute.param_groups import describe_optimizer
 from manyhands.compute.seeds import seed_compute, seed_loading
 from manyhands.compute.train_state import TrainState
-from manyhands.contract import Learner
+from manyhands.contract import Context, Joined, Strategy
 from manyhands.control import messages
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
@@ -59,10 +60,9 @@ Agenda = deque[View | messages.Order]
 class Worker:
     """One worker's training, driven by the coordinator's orders."""
 
-    def __init__(self, member: Member, learner: Learner) -> None:
+    def __init__(self, member: Member, strategy: Strategy) -> None:
         assignment = read(messages.Assignment, member.assignment)
         self.member = member
-        self.learner = learner
         self.reporter = Reporter(member)
         self.job: Job = load_job(assignment.job, assignment.settings)
         device = pick_device(assignment.device, member.invitation.local_rank)
@@ -99,10 +99,10 @@ class Worker:
         self.feed = Feed(self.job, self.data, device=device, loaders=loaders)
         seat = Seat(member.name, member.host, device=device, device_id=device_id(device))
         self.me = member.me(seat)
-        self.learner.prepare(train_state, self.me)
+        self.learner = strategy.build(Context(train_state, self.me))
         member.on_view = self._on_new_view
         with member.phase("loading the weights"):
-            restore(assignment, train_state, self.job, num_steps=num_steps, learner=learner)
+            restore(assignment, train_state, self.job, num_steps=num_steps, learner=self.learner)
         self.saver = Saver(
             Path(assignment.run),
             member.name,
@@ -111,7 +111,8 @@ class Worker:
             on_done=self._saved,
         )
         member.before_exit = lambda: self.saver.finish(timeout_s=member.timeouts.stop_s)
-        self._catching_up = False
+        self._joined = Joined()
+        """What the learner found in this view; no longer catching up once that was reported."""
         self._cleaned_view = 0
         """The last view at which the files of earlier views were deleted."""
 
@@ -154,8 +155,7 @@ class Worker:
                     self._do(message, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
-        self.reporter.send(messages.Left, settled=self._applied_steps())  # nothing changes any more
-        self.learner.close()
+        self.reporter.send(messages.Left, applied=self.learner.close())
         if self.loaders is not None:
             self.loaders.close()
 
@@ -213,10 +213,6 @@ class Worker:
         self.feed.forget()
         return view
 
-    def _applied_steps(self) -> messages.AppliedSteps | None:
-        settled = self.learner.settled()
-        return None if settled is None else read(messages.AppliedSteps, settled)
-
     def _share_cores(self, view: View) -> None:
         """Use fewer threads with more workers than at the start: their threads would wait for each other.
         Never use more than at the start: sums may depend on the number of threads."""
@@ -227,19 +223,19 @@ class Worker:
         self.reporter.flush()
         self.me.view = view
         self._share_cores(view)
-        self.learner.on_view(view)
-        if (report := self.learner.rescued()) is not None:
-            report.logged = self.train_state.measures.take()
-            self.reporter.add(report)
+        joined = self.learner.on_view(view)
+        if joined.rescued is not None:
+            joined.rescued.logged = self.train_state.measures.take()
+            self.reporter.add(joined.rescued)
         self.reporter.join(view.number)
-        self._catching_up = self.learner.catching_up
+        self._joined = joined
         self.reporter.send(
-            messages.Joined,
-            transport=self.learner.transport(),
-            settled=self._applied_steps(),
-            placement=self.learner.placement(),
-            catching_up=self._catching_up,
-            whole_steps=self.learner.whole_steps,
+            messages.ViewJoined,
+            transport=joined.transport,
+            applied=joined.applied,
+            placement=joined.placement,
+            catching_up=joined.catching_up,
+            whole_steps=joined.whole_steps,
         )
 
     def _train(self, portions: Sequence[messages.Portion], agenda: Agenda) -> None:
@@ -249,9 +245,9 @@ class Worker:
             self._check_view()
             with self.member.activity.in_step(portion.step):
                 share, coming = coming or self._load(portion), None
-                if self.learner.looks_ahead and following is not None:
+                if self._joined.prefetches and following is not None:
                     coming = self._load(following)
-                    self.learner.ahead(coming)
+                    self.learner.prefetch(coming)
                 seed_compute(self.me.device, self.job.seed, "step", portion.step, portion.part)
                 self.train_state.lr_factor, self.train_state.ticks = (
                     portion.lr_factor,
@@ -265,7 +261,8 @@ class Worker:
             # the times of many steps add up to the real time.
             ended = time.perf_counter()
             report.step_s, began = ended - began, ended
-            self._report_caught_up()
+            if report.caught_up:
+                self._report_caught_up()
             self.reporter.flush_in_time()
             if self.member.has_message():
                 self._receive(agenda)
@@ -275,8 +272,8 @@ class Worker:
             return self.feed.share(portion)
 
     def _report_caught_up(self) -> None:
-        if self._catching_up and not self.learner.catching_up:
-            self._catching_up = False
+        if self._joined.catching_up:
+            self._joined = replace(self._joined, catching_up=False)
             self.reporter.send(messages.CaughtUp)
 
     def _drain(self) -> None:
@@ -289,8 +286,7 @@ class Worker:
         self._drain()
         assert self.eval_samples is not None
         started = time.perf_counter()
-        model = self.learner.eval_model()
-        with self.member.activity.during(EVALUATING):
+        with self.learner.eval_model() as model, self.member.activity.during(EVALUATING):
             found = evaluate(
                 self.job,
                 model,
@@ -316,9 +312,9 @@ class Worker:
             with self.member.activity.during(SAVING):
                 self.saver.finish()
             self.train_state.tables.now = step  # others may have come further than this worker
-            self.learner.collect()
+            own = self.learner.snapshot()
             with self.member.activity.during(SAVING):
-                self.saver.start(step, self.train_state, self.learner)
+                self.saver.start(step, self.train_state, own)
             # From here on the weights may change.
             self.reporter.send(messages.Saving, step=step)
 

@@ -19,8 +19,7 @@ def live(member: Member) -> None:
         from manyhands.worker.loop import Worker
 
     with member.phase("loading the job"):
-        learner = make_strategy(read(Assignment, member.assignment).strategy).build()
-        worker = Worker(member, learner)
+        worker = Worker(member, make_strategy(read(Assignment, member.assignment).strategy))
     gc.freeze()  # the job stays, too
     with member.phase("waiting for orders"):
         worker.run()

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from manyhands.compute.gradients import DeviceTime, StepReport
+from manyhands.compute.gradients import DeviceTime
 from manyhands.compute.measures import add_up
+from manyhands.contract import StepReport
 from manyhands.control.messages import Notice, Report, StepRow, StepsReport
 from manyhands.errors import LinkError
 from manyhands.hosts.member import Member

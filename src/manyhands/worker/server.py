@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import gc
 
+from manyhands.contract import Context
 from manyhands.control.messages import (
-    AppliedSteps,
     Assignment,
-    Joined,
     LeaveOrder,
     Left,
     Ready,
     StopOrder,
     Stopped,
+    ViewJoined,
 )
 from manyhands.errors import ViewChanging
 from manyhands.hosts.member import Member
@@ -43,34 +43,28 @@ class ServerProgram:
         from manyhands.compute.train_state import TrainState
         from manyhands.job import load_job
         from manyhands.job_length import total_steps
-        from manyhands.ps.config import ParameterServer
-        from manyhands.ps.node import PsNode
         from manyhands.strategies.registry import make_strategy
         from manyhands.worker.restore import restore
 
         assignment = read(Assignment, member.assignment)
         self.member = member
-        config = make_strategy(assignment.strategy)
-        assert isinstance(config, ParameterServer), f"{config.name} has no servers"
         job = load_job(assignment.job, assignment.settings)
         seed_loading(job.seed, "data")
         # Only its length is needed, by the learning rate schedule.
         num_steps = total_steps(job, len(job.data()))
         train_state = TrainState.of(job, device="cpu", num_steps=num_steps)
-        train_state.optimizer._opt_called = True  # type: ignore[attr-defined]  # the blocks' optimizers step
         self.seat = Seat(member.name, member.host, role=SERVER)
         self.me = member.me(self.seat)
         member.on_view = self._view_coming
         restore(assignment, train_state, job, num_steps=num_steps)
-        self.node = PsNode(config, train_state, self.me)
+        config = make_strategy(assignment.strategy)
+        self.server = config.build_server(Context(train_state, self.me))
 
     def run(self) -> None:
         self.member.send(Ready(self.seat))
         while True:
             message = self.member.next_message(timeout_s=POLL_S)
-            server = self.node.server
-            if server is not None and server.error is not None:
-                raise server.error
+            self.server.check()
             match message:
                 case ViewFormed(view):
                     with self.member.phase("joining its peers"):
@@ -78,8 +72,7 @@ class ServerProgram:
                 case StopOrder():
                     self.member.send(Stopped(self.me.view.number))
                 case LeaveOrder():
-                    self.member.send(Left(self.me.view.number, self._applied_steps()))
-                    self.node.leave()
+                    self.member.send(Left(self.me.view.number, self.server.close()))
                     return
 
     def _view_coming(self) -> None:
@@ -91,16 +84,10 @@ class ServerProgram:
         self.me.view = view
         try:
             with self.me.view_change_on_lost_peer():
-                self.node.leave(view)
-                self.node.enter(view)
-                self.node.wait_until_begun()
+                joined = self.server.on_view(view)
         except ViewChanging:
             return
-        self.member.send(Joined(view.number, transport="", settled=self._applied_steps()))
-
-    def _applied_steps(self) -> AppliedSteps | None:
-        settled = self.node.settled()
-        return None if settled is None else read(AppliedSteps, settled)
+        self.member.send(ViewJoined(view.number, transport="", applied=joined.applied))
 
 
 if __name__ == "__main__":

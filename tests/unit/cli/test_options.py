@@ -15,6 +15,7 @@ from manyhands.cli.options import (
     fit_debug,
     resolve_options,
 )
+from manyhands.contract import Traits
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.options import RunOptions
 from manyhands.errors import UsageError
@@ -26,8 +27,9 @@ from manyhands.strategies.single import Single
 class Restless(Single):
     """A strategy that overrides every default."""
 
-    lockstep = False
-    elastic = True
+    @property
+    def traits(self) -> Traits:
+        return Traits(lockstep=False, elastic=True)
 
     def parts(self, workers: int) -> int:
         return 2 * workers
@@ -50,7 +52,7 @@ def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[RunOptio
 def test_lockstep_strategies_need_no_servers(spec: str, elastic: bool) -> None:
     found = options("--strategy", spec, "--workers", "1")[0]
     assert found.config == make_strategy(spec)
-    assert (found.config.lockstep, found.config.elastic) == (True, elastic)
+    assert (found.config.traits.lockstep, found.config.traits.elastic) == (True, elastic)
     assert (found.servers, found.needs_keys) == (0, False)
 
 

@@ -18,6 +18,7 @@ from manyhands.collectives.state_transfer import (
     StateText,
 )
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import Context
 from manyhands.errors import LinkClosed, LinkError, LinkTimeout, ProtocolError
 from manyhands.hosts.me import Me
 from manyhands.hosts.view import Seat, View
@@ -63,13 +64,13 @@ def test_kept_updates_use_the_learning_rate_of_their_steps(tmp_path: Path, early
     """Also of steps after which a warm-up has gone on; `early`: the state is here before so many."""
     old = TrainState.of(Regression(), device="cpu", num_steps=20)
     new = TrainState.of(Regression(seed=1), device="cpu", num_steps=20)
-    board, learner = Facts(), AllReduce().build()
+    board = Facts()
     seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
     for number in range(1, 4):
         step(old, number)
         old.update()
-    sender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
-    catching = StateReceiver(seats[1], VIEW, new, learner)
+    sender = StateSender(seats[0], VIEW, gather_state(old, {}), num_new=1)
+    catching = StateReceiver(seats[1], VIEW, new, AllReduce().build(Context(new, seats[1])))
     try:
         for number in range(4, 9):
             step(old, number)
@@ -81,7 +82,7 @@ def test_kept_updates_use_the_learning_rate_of_their_steps(tmp_path: Path, early
     finally:
         catching.close()
         sender.close()
-    assert_same_bits(gather_state(new, learner), gather_state(old, learner))
+    assert_same_bits(gather_state(new, {}), gather_state(old, {}))
 
 
 def test_a_stalled_sender_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_a_stalled_sender_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/silent") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        catching = StateReceiver(me, VIEW, new, AllReduce().build())
+        catching = StateReceiver(me, VIEW, new, None)
         with listener.accept(), pytest.raises(LinkTimeout, match="did not send"):
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
         catching.close()
@@ -130,7 +131,7 @@ def test_an_invalid_state_raises_in_the_receiver(tmp_path: Path, text: Any) -> N
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/bad") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        catching = StateReceiver(me, VIEW, new, AllReduce().build())
+        catching = StateReceiver(me, VIEW, new, None)
         with listener.accept() as link:
             link.send(StateText(text))
             if text == STATE:
@@ -149,10 +150,9 @@ def test_any_error_of_loading_the_state_raises_in_the_receiver(
     unusual(monkeypatch, error)
     old = TrainState.of(Regression(), device="cpu", num_steps=20)
     new, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
-    learner = AllReduce().build()
     seats = [Me(seat.name, "here", "cpu", tmp_path, VIEW, board=board) for seat in VIEW.seats]
-    sender = StateSender(seats[0], VIEW, gather_state(old, learner), num_new=1)
-    catching = StateReceiver(seats[1], VIEW, new, learner)
+    sender = StateSender(seats[0], VIEW, gather_state(old, {}), num_new=1)
+    catching = StateReceiver(seats[1], VIEW, new, AllReduce().build(Context(new, seats[1])))
     try:
         with pytest.raises(type(error)):
             catching.caught_up(list(new.model.parameters()), wait_s=30.0)
@@ -171,7 +171,7 @@ def test_the_allocation_for_a_state_is_limited(
     me = Me("worker-1", "here", "cpu", tmp_path, VIEW, board=board)
     with Listener(f"unix:{tmp_path}/huge") as listener:
         board.post(f"state/{VIEW.number}", listener.address)
-        catching = StateReceiver(me, VIEW, new, AllReduce().build())
+        catching = StateReceiver(me, VIEW, new, None)
         with listener.accept() as link:
             monkeypatch.setattr(torch, "empty", never)
             link.send(StateText(STATE.replace("[2]", "[100000000]")))
@@ -188,7 +188,7 @@ def last_of(link: Link) -> None:
 def test_a_sender_accepts_no_messages(tmp_path: Path) -> None:
     old, board = TrainState.of(Regression(), device="cpu", num_steps=20), Facts()
     me = Me("worker-0", "here", "cpu", tmp_path, VIEW, board=board)
-    sender = StateSender(me, VIEW, gather_state(old, AllReduce().build()), num_new=1)
+    sender = StateSender(me, VIEW, gather_state(old, {}), num_new=1)
     try:
         with connect(board[f"state/{VIEW.number}"], timeout_s=30.0) as link:
             with suppress(LinkError):  # the other end may be quicker

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.compute.feed import Feed, Share
-from manyhands.compute.gradients import StepReport, gradients
+from manyhands.compute.gradients import gradients
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import StepReport
 from manyhands.control.messages import Portion
 from manyhands.errors import JobError
 

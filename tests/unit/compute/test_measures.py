@@ -10,9 +10,10 @@ from torch import nn
 
 from manyhands.compute.evaluation import EvalSamples, evaluate
 from manyhands.compute.feed import Share
-from manyhands.compute.gradients import StepReport, gradients, rehearse
+from manyhands.compute.gradients import gradients, rehearse
 from manyhands.compute.measures import declared_by
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import StepReport
 from manyhands.control.messages import StepRow
 from manyhands.coordinator.progress import StepPlan, StepProgress
 from manyhands.errors import JobError

@@ -28,14 +28,6 @@ SCHEDULES: dict[str, Any] = {
 }
 
 
-class Stateless:
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert not state
-
-
 def build(make_job: Any, schedule: Any, *, lr: float = 0.1, num_steps: int = 10) -> TrainState:
     def optimizer(self: Any, params: Any, model: Any) -> Any:
         groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 2 * lr}]
@@ -70,13 +62,13 @@ def resumed(
     state = copy.deepcopy(saved)
     if old:
         del state["schedule"]
-    put_state(state, train_state, Stateless())
+    put_state(state, train_state, None)
     train_state.resume(state, step=at, num_steps=how.get("num_steps", 10), mode=mode)
     return train_state
 
 
 def save(train_state: TrainState) -> Any:
-    return gather_state(train_state, Stateless())
+    return gather_state(train_state, {})
 
 
 def weights(train_state: TrainState) -> list[torch.Tensor]:

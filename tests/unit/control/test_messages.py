@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.contract import WHOLE, AppliedPart
 from manyhands.control.messages import (
     FROM_MEMBER,
     TO_MEMBER,
     CheckpointOrder,
     EvaluateOrder,
-    Joined,
     LeaveOrder,
     Order,
     Portion,
@@ -26,6 +26,7 @@ from manyhands.control.messages import (
     StepsReport,
     StopOrder,
     TrainOrder,
+    ViewJoined,
 )
 from manyhands.errors import ProtocolError
 from manyhands.hosts.agent_messages import FROM_AGENT, TO_AGENT, AgentHello
@@ -33,7 +34,7 @@ from manyhands.transport.fields import encode, read, write
 
 parse = FROM_MEMBER.read
 ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False]
-SETTLED = {"version": 4, "applied": [[3, 0], [4, -1, 8.0, 2.0]], "pushes": {"worker-0": 3}}
+APPLIED = {"version": 4, "parts": [[3, 0, None], [4, -1, [8.0, 2.0]]], "pushes": {"worker-0": 3}}
 SEAT = {"name": "worker-1", "host": "h", "role": "worker", "device": "cpu", "device_id": "cpu"}
 FIELDS = {"batch_size": 8, "epochs": 2, "eval_every": 1, "monitor": "loss", "patience": None}
 FACTS = {
@@ -74,8 +75,8 @@ GOOD: list[dict[str, Any]] = [
     FAILED,
     READY,
     {"kind": "Ready", "seat": {**SEAT, "role": "server"}},
-    report("Joined", transport="", settled=SETTLED, placement="", catching_up=False),
-    report("Joined", transport="", settled=None, placement="", whole_steps=True),
+    report("ViewJoined", transport="", applied=APPLIED, placement="", catching_up=False),
+    report("ViewJoined", transport="", applied=None, placement="", whole_steps=True),
     report("CaughtUp"),
     report("StepsReport", rows=[ROW, ROW]),
     report("EvaluationReport", samples=3, sums={"loss": [1.0, 3.0]}, seconds=0.1),
@@ -87,7 +88,7 @@ GOOD: list[dict[str, Any]] = [
     report("Notice", message="a loader process was killed"),
     report("Rehearsed"),
     report("Stopped"),
-    report("Left", settled=SETTLED),
+    report("Left", applied=APPLIED),
     report("LinkBroken", peer="worker-0"),
     report("PeerRefused", peer="worker-0", why="a push in slot 9"),
 ]
@@ -97,7 +98,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (report("stepz"), "its kind is 'stepz'"),
     ({"kind": "CaughtUp"}, "view is missing"),
     ({"kind": "LinkBroken", "peer": "x"}, "view is missing"),
-    ({"kind": "Joined", "transport": ""}, "view is missing"),
+    ({"kind": "ViewJoined", "transport": ""}, "view is missing"),
     (report("StepsReport", rows=[[1]]), r"rows\[0\] has 1 fields of 8 to 12"),
     (report("StepsReport", rows=[[*ROW, {}, 1]]), r"rows\[0\] has 13 fields"),
     (report("StepsReport", rows=[["1", *ROW[1:]]]), r"rows\[0\].step is '1', not a whole number"),
@@ -133,10 +134,10 @@ def test_messages_are_typed() -> None:
     message = parse(report("StepsReport", rows=[ROW]))
     assert isinstance(message, StepsReport)
     assert message.rows[0].bytes_sent == 120
-    message = parse(report("Joined", transport="", settled=SETTLED))
-    assert isinstance(message, Joined)
-    assert message.settled is not None
-    assert message.settled.applied == [(3, 0), (4, -1, 8.0, 2.0)]
+    message = parse(report("ViewJoined", transport="", applied=APPLIED))
+    assert isinstance(message, ViewJoined)
+    assert message.applied is not None
+    assert message.applied.parts == [AppliedPart(3, 0), AppliedPart(4, WHOLE, (8.0, 2.0))]
     message = parse(READY)
     assert isinstance(message, Ready)
     assert message.seat.name == "worker-1"
@@ -228,7 +229,7 @@ def test_any_change_of_a_message_is_read_or_refused(
     assert dataclasses.is_dataclass(message)
 
 
-@given(st.dictionaries(st.sampled_from(["kind", "view", "rows", "settled"]), JSON))
+@given(st.dictionaries(st.sampled_from(["kind", "view", "rows", "applied"]), JSON))
 def test_anything_is_read_or_refused(head: dict[str, Any]) -> None:
     for read_any in (
         parse,

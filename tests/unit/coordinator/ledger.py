@@ -21,21 +21,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from traits import Lockstep, WorkQueue
 
 from manyhands.compute.feed import Share
-from manyhands.compute.gradients import StepReport, gradients
-from manyhands.compute.train_state import TrainState
-from manyhands.contract import Learner
+from manyhands.compute.gradients import gradients
+from manyhands.contract import (
+    AppliedPart,
+    AppliedSteps,
+    Context,
+    Joined,
+    Learner,
+    State,
+    StepReport,
+    Strategy,
+)
 from manyhands.control.messages import (
     TO_MEMBER,
-    Joined,
     LeaveOrder,
     Ready,
     StopOrder,
     Stopped,
+    ViewJoined,
 )
 from manyhands.errors import ViewChanging
-from manyhands.hosts.me import Me
 from manyhands.hosts.member import Member
 from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import SERVER, Seat, View
@@ -63,33 +71,22 @@ class Ledger:
 
 
 class LedgerLearner(Learner):
-    def __init__(self, *, lockstep: bool) -> None:
-        self._lockstep = lockstep
+    def __init__(self, config: Strategy, context: Context) -> None:
+        super().__init__(context)
+        self._lockstep = config.traits.lockstep
         self._pushes: queue.Queue[tuple[StepReport, Tensor, int, int]] = queue.Queue()
-        self._settled: dict[str, Any] | None = None
-
-    def prepare(self, train_state: TrainState, me: Me) -> None:
-        super().prepare(train_state, me)
-        self._ledger = Ledger(me.scratch)
+        self._ledger = Ledger(self.me.scratch)
         threading.Thread(target=self._push_all, daemon=True).start()
 
-    def on_view(self, view: View) -> None:
+    def on_view(self, view: View) -> Joined:
         self._wait_for_pushes()
         with self._state() as state:
             state["view"] = max(state["view"], view.number)
             state["gradients"] = {}
             self._load(state)
-            version, applied = state["version"], state["applied"][-50:]
-            self._settled = {"version": version, "applied": [list(key) for key in applied]}
-
-    def settled(self) -> dict[str, Any] | None:
-        return self._settled
-
-    def placement(self) -> str:
-        return "in one file"
-
-    def transport(self) -> str:
-        return "file"
+            parts = [AppliedPart(*key) for key in state["applied"][-50:]]
+            applied = AppliedSteps(state["version"], parts)
+        return Joined("file", placement="in one file", applied=applied)
 
     def step(self, share: Share) -> StepReport:
         lr, number = self.train_state.lr, self.me.view.number
@@ -112,13 +109,15 @@ class LedgerLearner(Learner):
         self._wait_for_pushes()
         self._heed()
 
-    def eval_model(self) -> nn.Module:
+    @contextmanager
+    def eval_model(self) -> Iterator[nn.Module]:
+        self.snapshot()
+        yield self.train_state.model
+
+    def snapshot(self) -> State:
         with self._state() as state:
             self._load(state)
-        return self.train_state.model
-
-    def collect(self) -> None:
-        self.eval_model()
+        return {}
 
     def _together(self, share: Share, flat: Tensor, lr: float) -> None:
         with self._state() as state:
@@ -178,6 +177,16 @@ class LedgerLearner(Learner):
         nn.utils.vector_to_parameters(state["weights"].clone(), self.train_state.model.parameters())
 
 
+class InLedger(Lockstep):
+    def build(self, context: Context) -> Learner:
+        return LedgerLearner(self, context)
+
+
+class InLedgerByParts(WorkQueue):
+    def build(self, context: Context) -> Learner:
+        return LedgerLearner(self, context)
+
+
 def serve(member: Member) -> None:
     """A member that only serves, and has nothing to serve."""
     member.send(Ready(Seat(member.name, member.host, role=SERVER)))
@@ -185,7 +194,7 @@ def serve(member: Member) -> None:
         match member.next_message():
             case ViewFormed(view):
                 number = view.number
-                member.send(Joined(number, transport="file"))
+                member.send(ViewJoined(number, transport="file"))
             case StopOrder():
                 member.send(Stopped(number))
             case LeaveOrder():
@@ -200,7 +209,7 @@ def main() -> int:
             serve(member)
         else:
             lockstep = member.assignment["strategy"] == "ledger-sync"
-            Worker(member, LedgerLearner(lockstep=lockstep)).run()
+            Worker(member, InLedger() if lockstep else InLedgerByParts()).run()
     except BaseException as error:
         return member.fail(error)
     member.leave()

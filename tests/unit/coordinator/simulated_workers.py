@@ -166,7 +166,7 @@ class SimulatedWorkers:
     def _compute(self, name: str, portion: Portion) -> bool:
         """Whether the worker is through with it; in lockstep it waits for all the others."""
         step, part = portion.step, portion.part
-        if not self.config.lockstep:
+        if not self.config.traits.lockstep:
             dropped = self.chance.random() < 0.15
             if not dropped:
                 self._apply(portion)

@@ -347,7 +347,7 @@ def test_settled_parts_are_not_dispatched_again(tmp_path: Path) -> None:
 
 def test_no_new_work_while_a_view_change_is_due(tmp_path: Path) -> None:
     for config in (IN_STEP, IN_PARTS):
-        stage = Stage(tmp_path / str(config.lockstep), config, 1, num_samples=40)
+        stage = Stage(tmp_path / str(config.traits.lockstep), config, 1, num_samples=40)
         stage.dispatch_ahead()
         assert not stage.dispatcher.idle
         steps = [step.plan.step for step in stage.dispatcher.progress.steps]

@@ -102,7 +102,7 @@ def conduct(
     job.write_text(JOB.format(epochs=epochs))
     options = RunOptions(
         job=str(job),
-        strategy="ledger-sync" if config.lockstep else "ledger",
+        strategy="ledger-sync" if config.traits.lockstep else "ledger",
         workers=workers,
         settings={"pause_s": str(pause_s)},
         device="cpu",

@@ -5,29 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from manyhands.contract import Learner, Strategy
+from manyhands.contract import Context, Learner, Strategy, Traits
 
 
 @dataclass(frozen=True)
 class Lockstep(Strategy):
     name: ClassVar[str] = "lockstep"
-    summary: ClassVar[str] = "every worker does every step"
-    elastic: ClassVar[bool] = True
 
     servers: int = 0
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(elastic=True)
 
     def servers_for(self, workers: int) -> int:
         return self.servers
 
-    def build(self) -> Learner:
+    def build(self, context: Context) -> Learner:
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class WorkQueue(Lockstep):
     name: ClassVar[str] = "queue"
-    summary: ClassVar[str] = "each part of a step goes to a free worker"
-    lockstep: ClassVar[bool] = False
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(elastic=True, lockstep=False)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 import manyhands as mh
 from manyhands.compute.feed import Feed
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import Context
 from manyhands.control.messages import Portion
 from manyhands.errors import CheckpointError, JobError, RunFolderError, UsageError
+from manyhands.hosts.me import Me
 from manyhands.job import load_job
 from manyhands.runs.checkpoints import choose, commit
 from manyhands.runs.files import file_digest
@@ -53,8 +55,8 @@ class Trained:
         self.run = RunFolder.create("small", path=folder / "run")
         job = load_job(f"{folder}/{reference}", {"width": str(width)})
         self.train_state = TrainState.of(job, device="cpu", num_steps=10)
-        learner, feed = SingleLearner(), Feed(job, job.data(), device="cpu")
-        learner.train_state = self.train_state
+        learner = SingleLearner(Context(self.train_state, cast(Me, None)))
+        feed = Feed(job, job.data(), device="cpu")
         outcomes: list[dict[str, Any]] = []
         saver = Saver(self.run.path, on_done=outcomes.append)
         self.outputs: dict[int, Tensor] = {}
@@ -62,7 +64,7 @@ class Trained:
         for step in (1, 2, 3, 4):
             # Ids of later steps are unknown to the earlier models: they must read the same initial rows.
             learner.step(feed.share(Portion(step, 0, 8, ((8 * step, 8 * step + 8),))))
-            saver.start(step, self.train_state, learner)
+            saver.start(step, self.train_state, learner.snapshot())
             saver.finish()
             best = {"metrics": {"loss": 1.0}, "step": min(step, 2), "waited": 0}
             given = {"files": outcomes[-1]["files"], "strategy": "single", "workers": 1}

@@ -68,10 +68,7 @@ class Learner:
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.kept
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         self.kept = state
 
 
@@ -125,7 +122,7 @@ def test_resuming_is_bit_equal(tmp_path: Path, optimizer: str, schedule: str, be
     trained, learner = build(optimizer, schedule), Learner()
     learner.kept = {"residual": torch.arange(3.0), "round": 7}
     trained.train(0, before)
-    write_state(tmp_path / "saved", gather_state(trained, learner))
+    write_state(tmp_path / "saved", gather_state(trained, learner.kept))
     other, fresh = build(optimizer, schedule, seed=1), Learner()
     load_state(tmp_path / "saved", other, fresh)
     assert torch.equal(fresh.kept["residual"], torch.arange(3.0))
@@ -143,7 +140,7 @@ def test_resuming_is_bit_equal(tmp_path: Path, optimizer: str, schedule: str, be
 
 def test_sizes_and_checksums_match_the_files(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
-    files = write_state(folder, gather_state(build(), Learner()))
+    files = write_state(folder, gather_state(build(), {}))
     assert set(files) == {path.name for path in folder.iterdir()}
     for name, facts in files.items():
         content = (folder / name).read_bytes()
@@ -155,10 +152,10 @@ def test_training_continues_while_it_is_written(tmp_path: Path, num_changes: int
     """The copy is a copy: of parameters, buffers, and what the optimizer and schedule hold."""
     trained = build("adamw", "sequential")
     trained.train(0, 3)
-    expected = copy.deepcopy(gather_state(trained, Learner()))
+    expected = copy.deepcopy(gather_state(trained, {}))
     outcomes: list[dict[str, Any]] = []
     saving = Saver(tmp_path, on_done=outcomes.append)
-    saving.start(3, trained, Learner())
+    saving.start(3, trained, {})
     with torch.no_grad():
         for _ in range(num_changes):
             for parameter in [*trained.model.parameters(), *trained.model.buffers()]:
@@ -182,9 +179,7 @@ def test_any_state_of_a_learner_comes_back_as_it_was(tmp_path: Path) -> None:
         "lists": [[1, [torch.zeros(2), None]], (2, "x")],
         "dotted.name": {"dotted": {"name": 1.5}},
     }
-    learner = Learner()
-    learner.kept = kept
-    write_state(tmp_path / "saved", gather_state(build(), learner))
+    write_state(tmp_path / "saved", gather_state(build(), kept))
     found = read_state(tmp_path / "saved")["learner"]
     assert_same_bits(found, kept)
     assert type(found["counts"]) is Counter
@@ -192,7 +187,7 @@ def test_any_state_of_a_learner_comes_back_as_it_was(tmp_path: Path) -> None:
 
 def test_a_schedule_changed_in_place_afterwards_is_not_what_is_saved() -> None:
     trained = build("momentum", "multistep")
-    state = gather_state(trained, Learner())
+    state = gather_state(trained, {})
     trained.scheduler.milestones.clear()
     assert state["scheduler"]["milestones"] == Counter({6: 2, 2: 1, 5: 1})
 
@@ -205,9 +200,9 @@ def test_one_checkpoint_at_a_time_is_reported_once(
     saving.finish()
     begin = threading.Event()
     monkeypatch.setattr(saver, "not_finite", lambda *_: begin.wait() and [])
-    saving.start(8, build(), Learner())
+    saving.start(8, build(), {})
     with pytest.raises(AssertionError, match="one checkpoint at a time"):
-        saving.start(9, build(), Learner())
+        saving.start(9, build(), {})
     begin.set()
     saving.finish()
     (outcome,) = outcomes
@@ -230,7 +225,7 @@ def test_a_failed_write_is_reported_and_removed(
 def saved(run: Path, trained: Trained, **options: Any) -> dict[str, Any]:
     outcomes: list[dict[str, Any]] = []
     saving = Saver(run, on_done=outcomes.append, **options)
-    saving.start(8, trained, Learner())
+    saving.start(8, trained, {})
     saving.finish()
     (outcome,) = outcomes
     return outcome
@@ -289,7 +284,7 @@ def renamed(net: Trained) -> Trained:
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, change: Any, says: str) -> None:
     trained = build("momentum")
     trained.train(0, 2)
-    write_state(tmp_path / "saved", gather_state(trained, Learner()))
+    write_state(tmp_path / "saved", gather_state(trained, {}))
     with pytest.raises(CheckpointError, match=says) as caught:
         load_state(tmp_path / "saved", change(trained), Learner())
     assert str(caught.value).startswith(f"{tmp_path / 'saved'} does not fit this job")
@@ -309,7 +304,7 @@ def test_tables_that_the_job_does_not_have_are_refused(tmp_path: Path) -> None:
 def test_a_schedule_may_be_added_or_removed(tmp_path: Path, saved: str, now: str) -> None:
     trained = build("momentum", saved)
     trained.train(0, 2)
-    write_state(tmp_path / "saved", gather_state(trained, Learner()))
+    write_state(tmp_path / "saved", gather_state(trained, {}))
     other = build("momentum", now, seed=1)
     load_state(tmp_path / "saved", other, Learner())
     other.train(2, 3)

@@ -81,12 +81,11 @@ def test_every_config_has_a_spec(config: AllReduce | Single) -> None:
     assert make_strategy(spec_of(config)) == config
 
 
-def test_every_strategy_has_a_name_and_a_summary() -> None:
+def test_every_strategy_has_a_name_and_fits_its_default_number_of_workers() -> None:
     for name, cls in STRATEGIES.items():
         config = make_strategy(name)
         assert type(config) is cls
-        assert cls.summary
-        config.check(cls.default_workers)
+        config.check(config.traits.default_workers)
         with pytest.raises(SpecError, match="at least 1 worker"):
             config.check(0)
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
 
 from manyhands.compute.feed import Feed
 from manyhands.compute.train_state import TrainState
+from manyhands.contract import Context
 from manyhands.control.messages import Portion
+from manyhands.hosts.me import Me
 from manyhands.strategies.single import SingleLearner
 from manyhands.testing.jobs import Sparse
 
@@ -17,8 +21,7 @@ def moved(factor: float) -> tuple[float, dict[str, np.ndarray], list[torch.Tenso
     """The learning rate of a first step, and by how much it moved rows and parameters."""
     job = Sparse(optim="sgd", table_optim="sgd", clip_norm=None, anneal=False)
     train_state = TrainState.of(job, device="cpu", num_steps=10)
-    learner = SingleLearner()
-    learner.train_state = train_state
+    learner = SingleLearner(Context(train_state, cast(Me, None)))
     share = Feed(job, job.data(), device="cpu").share(Portion(1, 0, 16, ((0, 16),)))
     ids = np.unique(share.batches[0][0][2].numpy())
     tables = train_state.tables
