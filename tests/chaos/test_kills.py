@@ -69,7 +69,7 @@ def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Pa
     assert done.code == 0, f"{done.out}\n{done.err}"
     (resumed,) = done.of("Resumed")
     assert (resumed["step"], resumed["checkpoint"]) == (0, None)
-    assert "all members start again from the beginning: nothing was saved" in done.out
+    assert "all members restart from the beginning: nothing was saved" in done.out
     assert "1 lost, 0 replaced, all restarted once" in done.out
     assert_once_an_epoch(done)
 

@@ -82,6 +82,6 @@ def test_a_slow_worker_that_helps_comes_back(tmp_path: Path) -> None:
         slow_by=5.0,
     )
     assert done.code == 0, f"{done.out}\n{done.err}"
-    assert ": taken back" in done.out
+    assert ": started again" in done.out
     assert "worker-2" in done.steps[-1]["shares"]
     assert sum(step["samples"] for step in done.steps) == 32 * 1200

@@ -113,8 +113,8 @@ class ResolvedCluster:
         """Run as an agent until the coordinator ends; return its exit code. `doctor`: answer probes only."""
         if self.spec.me.role == EVALUATOR:
             print(
-                f"{self.spec.me.name} has nothing to do: the workers evaluate between epochs, and "
-                f"{self.spec.source} may do without an evaluator."
+                f"{self.spec.me.name} exits: the workers evaluate between epochs, so "
+                f"{self.spec.source} needs no evaluator."
             )
             return 0
         from manyhands.hosts.agent import Agent

@@ -50,7 +50,7 @@ from torch import Tensor
 
 from manyhands.collectives import gloo_tls
 from manyhands.collectives.connections import Connections, open_sockets
-from manyhands.collectives.meeting import gather, interruptible
+from manyhands.collectives.store_gather import gather, interruptible
 from manyhands.errors import ViewChanging
 from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.transport.keepalive import look_after

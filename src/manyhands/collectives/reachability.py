@@ -12,7 +12,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from manyhands.collectives.meeting import gather
+from manyhands.collectives.store_gather import gather
 from manyhands.errors import ViewChanging
 
 if TYPE_CHECKING:

@@ -142,7 +142,7 @@ class Membership:
             others = " and ".join(peers)
             self.end(member, f"it and {others} do not reach each other, though both are alive")
             return
-        self._stream.notice(f"{member} lost its link to {peer}; all members connect again")
+        self._stream.notice(f"{member} lost its link to {peer}; all members reconnect")
         self.views.form(view.names)
 
     def expel(self, member: str, *, accuser: str, reason: str) -> None:

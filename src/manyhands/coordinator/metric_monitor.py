@@ -81,7 +81,7 @@ def read_monitor(text: str, *, option: str, saved: Monitor | None = None) -> Mon
     if lower is None:
         low, high = (option.format(f"{mode} {name}") for mode in (MIN, MAX))
         raise JobError(
-            f"{option.format(name)}: whether lower or higher is better can't be told from the name. "
+            f"{option.format(name)}: the name does not show whether lower or higher is better. "
             f"Write  {low}  if lower is better,  {high}  if higher is."
         )
     return Monitor(name, lower)

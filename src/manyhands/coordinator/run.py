@@ -1,6 +1,6 @@
 """Runs a job from options to summary: connects coordinator, driver, sinks and run folder.
 
-A run has one driver per start: when the weights are lost, all members start again from the last
+A run has one driver per start: when the weights are lost, all members restart from the last
 checkpoint.
 """
 
@@ -174,7 +174,7 @@ def _end_start(driver: Driver) -> Manifest | None:
     checkpoint, complaints = checkpoints.last_intact(run.path)
     source = f"checkpoints/{checkpoint.name}" if checkpoint else "the beginning: nothing was saved"
     skipped = "".join(f" {complaint} It is skipped." for complaint in complaints)
-    driver.stream.notice(f"the weights are lost; all members start again from {source}.{skipped}")
+    driver.stream.notice(f"the weights are lost; all members restart from {source}.{skipped}")
     if membership.pool.target != options.workers:
         run.request(membership.pool.target)  # as requested before
     return checkpoint

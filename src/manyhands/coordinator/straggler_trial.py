@@ -161,7 +161,7 @@ class StragglerTrial:
             self._notice(f"{result}: left out (--workers {all_of_them}:{all_of_them} keeps all)")
             self._to(TrialPhase.APART)
         else:
-            self._notice(f"{result}: taken back")
+            self._notice(f"{result}: started again")
             self._pool.take_back()
             self._to(TrialPhase.SETTLED)
 
@@ -175,7 +175,7 @@ class StragglerTrial:
         """Keep them out for as long as that is faster."""
         self._doubts = self._doubts + 1 if without < self._together else 0
         if self._doubts == 2:
-            self._notice(f"{without:,.0f} samples/s without {self._names} by now: taken back")
+            self._notice(f"{without:,.0f} samples/s without {self._names} now: started again")
             self._pool.take_back()
             self._to(TrialPhase.SETTLED)
 

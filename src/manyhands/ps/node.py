@@ -199,7 +199,7 @@ class PsNode:
             except LinkError:
                 self.check()
                 if self.me.view.number > view:
-                    raise ViewChanging(f"{server} was looked for in view {view}") from None
+                    raise ViewChanging(f"view {view} ended while dialing {server}") from None
                 waited = time.monotonic() - began
                 if waited > self.me.timeouts.view_s:
                     raise

@@ -393,7 +393,7 @@ class WorkerSessions:
         if message.seen > ledger.version:
             raise WeightsUnknown(
                 f"{worker} has seen version {message.seen}, and this server has {ledger.version}: "
-                "all servers with newer parameters are gone, and what was learnt is lost"
+                "all servers with newer parameters are gone, so the weights are lost"
             )
         if (session := self.by_name.get(worker)) is not None:
             session.enter_again(link)

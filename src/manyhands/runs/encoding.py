@@ -113,7 +113,7 @@ def empty_tensors(text: str, *, max_bytes: int | None = None) -> list[Tensor]:
     specs = tensor_specs(text)
     total = sum(spec.num_bytes for spec in specs)
     if max_bytes is not None and total > max_bytes:
-        raise ProtocolError(f"a state of {total} bytes, and at most {max_bytes} make sense")
+        raise ProtocolError(f"a state of {total} bytes; at most {max_bytes} are allowed")
     return [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
 
 

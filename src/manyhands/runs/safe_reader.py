@@ -159,7 +159,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def _refuse(self, name: str) -> NoReturn:
         raise CheckpointError(
             f"{self._path} names {name}, which no checkpoint needs: reading it could run code. "
-            "It was refused, and nothing of it was run."
+            "It was refused, and none of its code was run."
         )
 
 
@@ -264,7 +264,7 @@ def load_value(file: io.BytesIO, where: str) -> Any:
         if found := re.search(r"GLOBAL ([\w.]+\w)", str(error)):
             raise CheckpointError(
                 f"{where} names {found[1]}, which is not plain data: reading it could run code. "
-                "It was refused, and nothing of it was run. If it is a class of your own that you "
+                "It was refused, and none of its code was run. If it is a class of your own that you "
                 "trust, allow it in the job file:  torch.serialization.add_safe_globals([...])"
             ) from error
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].splitlines()[0]
@@ -284,7 +284,7 @@ def check_value(value: Any) -> None:
         load_value(file, f"{kind}:")
     except CheckpointError as error:
         raise CheckpointError(
-            f"what the job saves holds a {kind}, which would not be read back. Save tensors, numbers, text, "
+            f"the job saves a {kind}, which could not be loaded again. Save tensors, numbers, text, "
             "lists and dicts, or allow the class in the job file:  "
             f"torch.serialization.add_safe_globals([{type(value).__name__}])"
         ) from error

@@ -37,7 +37,7 @@ class Mismatch(RuntimeError):
 
 @dataclass
 class _Call:
-    """What one worker gave to an operation."""
+    """Arguments of one worker to an operation."""
 
     what: str
     """The operation and all that must be equal on all workers."""
@@ -48,7 +48,7 @@ class _Call:
 
 
 @dataclass
-class _Meeting:
+class _Collective:
     """One operation of the whole group."""
 
     carry_out: Callable[[list[_Call]], None]
@@ -58,7 +58,7 @@ class _Meeting:
 
 
 @dataclass
-class _Letter:
+class _Transfer:
     """One end of a message from one worker to another."""
 
     tensor: Tensor
@@ -70,30 +70,30 @@ class _Letter:
 class _Mailbox:
     """Messages from one worker to another with the same tag, in the order of their sending."""
 
-    sent: list[_Letter] = field(default_factory=list)
-    expected: list[_Letter] = field(default_factory=list)
+    sent: list[_Transfer] = field(default_factory=list)
+    expected: list[_Transfer] = field(default_factory=list)
 
     def deliver(self) -> None:
         while self.sent and self.expected:
-            letter, place = self.sent.pop(0), self.expected.pop(0)
-            if _described(letter.tensor) == _described(place.tensor):
-                _copy(letter.tensor, place.tensor)
+            transfer, place = self.sent.pop(0), self.expected.pop(0)
+            if _described(transfer.tensor) == _described(place.tensor):
+                _copy(transfer.tensor, place.tensor)
             else:
                 place.error = Mismatch(
-                    f"{_described(letter.tensor)} were sent, and {_described(place.tensor)} expected"
+                    f"{_described(transfer.tensor)} were sent, and {_described(place.tensor)} expected"
                 )
-            letter.done = place.done = True
+            transfer.done = place.done = True
 
 
 class ThreadWorld:
-    """What the workers of a group share."""
+    """State that the workers of a group share."""
 
     def __init__(self, size: int, *, timeout_s: float = TIMEOUT_S) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.is_cut = False
-        self._meetings: dict[int, _Meeting] = {}
+        self._collectives: dict[int, _Collective] = {}
         self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
         self._splits: dict[tuple[tuple[int, ...], int], ThreadWorld] = {}
 
@@ -109,7 +109,7 @@ class ThreadWorld:
             split.cut()
 
     def split(self, ranks: Sequence[int], number: int) -> ThreadWorld:
-        """Return what the workers of a split share; `number` counts the splits of these ranks."""
+        """Return the state that the workers of a split share; `number` counts the splits of these ranks."""
         with self.changed:
             if self.is_cut:
                 raise GroupCut
@@ -119,53 +119,53 @@ class ThreadWorld:
                 self._splits[tuple(ranks), number] = found
             return found
 
-    def meet(
+    def enter(
         self, number: int, rank: int, call: _Call, carry_out: Callable[[list[_Call]], None]
-    ) -> _Meeting:
+    ) -> _Collective:
         """Add a worker's call to the operation with this number, and carry it out if it is the last one."""
         with self.changed:
             if self.is_cut:
                 raise GroupCut
-            meeting = self._meetings.setdefault(number, _Meeting(carry_out))
-            meeting.calls[rank] = call
-            if len(meeting.calls) == self.size:
-                del self._meetings[number]
-                calls = [meeting.calls[each] for each in range(self.size)]
+            collective = self._collectives.setdefault(number, _Collective(carry_out))
+            collective.calls[rank] = call
+            if len(collective.calls) == self.size:
+                del self._collectives[number]
+                calls = [collective.calls[each] for each in range(self.size)]
                 if len({each.what for each in calls}) > 1:
                     texts = [f"rank {each}: {call.what}" for each, call in enumerate(calls)]
-                    meeting.error = Mismatch("\n".join(["calls differ", *texts]))
+                    collective.error = Mismatch("\n".join(["calls differ", *texts]))
                 else:
                     try:
-                        meeting.carry_out(calls)
+                        collective.carry_out(calls)
                     except Exception as error:
-                        meeting.error = error
-                meeting.done = True
+                        collective.error = error
+                collective.done = True
                 self.changed.notify_all()
-            return meeting
+            return collective
 
-    def wait_for(self, meeting: _Meeting) -> None:
+    def wait_for(self, collective: _Collective) -> None:
         with self.changed:
-            self._wait(lambda: meeting.done, lambda: self._missing(meeting))
-        if meeting.error is not None:
-            raise meeting.error
+            self._wait(lambda: collective.done, lambda: self._missing(collective))
+        if collective.error is not None:
+            raise collective.error
 
-    def post(self, way: tuple[int, int, int], tensor: Tensor, *, send: bool) -> _Letter:
-        """Send or receive a message; `way` is its source, destination and tag."""
+    def post(self, route: tuple[int, int, int], tensor: Tensor, *, send: bool) -> _Transfer:
+        """Send or receive a message; `route` is its source, destination and tag."""
         with self.changed:
             if self.is_cut:
                 raise GroupCut
-            mailbox = self._mailboxes.setdefault(way, _Mailbox())
-            letter = _Letter(tensor)
-            (mailbox.sent if send else mailbox.expected).append(letter)
+            mailbox = self._mailboxes.setdefault(route, _Mailbox())
+            transfer = _Transfer(tensor)
+            (mailbox.sent if send else mailbox.expected).append(transfer)
             mailbox.deliver()
             self.changed.notify_all()
-            return letter
+            return transfer
 
-    def wait_for_letter(self, letter: _Letter, peer: int) -> None:
+    def wait_for_transfer(self, transfer: _Transfer, peer: int) -> None:
         with self.changed:
-            self._wait(lambda: letter.done, lambda: f"rank {peer} to send or receive a message")
-        if letter.error is not None:
-            raise letter.error
+            self._wait(lambda: transfer.done, lambda: f"rank {peer} to send or receive a message")
+        if transfer.error is not None:
+            raise transfer.error
 
     def _wait(self, over: Callable[[], bool], missing: Callable[[], str]) -> None:
         in_time = self.changed.wait_for(lambda: self.is_cut or over(), self.timeout_s)
@@ -174,9 +174,9 @@ class ThreadWorld:
         if not over():
             raise GroupCut
 
-    def _missing(self, meeting: _Meeting) -> str:
-        what = next(iter(meeting.calls.values())).what
-        absent = [rank for rank in range(self.size) if rank not in meeting.calls]
+    def _missing(self, collective: _Collective) -> str:
+        what = next(iter(collective.calls.values())).what
+        absent = [rank for rank in range(self.size) if rank not in collective.calls]
         return f"ranks {absent} in {what}"
 
 
@@ -204,7 +204,7 @@ class ThreadGroup(Group):
             for call in calls:
                 _copy(total, call.into)
 
-        return self._meet(f"all_reduce({op}) of {_described(tensor)}", carry_out, tensor)
+        return self._enter(f"all_reduce({op}) of {_described(tensor)}", carry_out, tensor)
 
     def _reduce_scatter(self, tensor: Tensor, into: Tensor, op: Reduction) -> Work:
         def carry_out(calls: list[_Call]) -> None:
@@ -212,7 +212,7 @@ class ThreadGroup(Group):
             for call, part in zip(calls, parts, strict=True):
                 _copy(part, call.into)
 
-        return self._meet(f"reduce_scatter({op}) of {_described(tensor)}", carry_out, tensor, into)
+        return self._enter(f"reduce_scatter({op}) of {_described(tensor)}", carry_out, tensor, into)
 
     def _all_gather(self, tensor: Tensor, into: Tensor) -> Work:
         def carry_out(calls: list[_Call]) -> None:
@@ -220,7 +220,7 @@ class ThreadGroup(Group):
             for call in calls:
                 _copy(whole, call.into)
 
-        return self._meet(f"all_gather of {_described(tensor)}", carry_out, tensor, into)
+        return self._enter(f"all_gather of {_described(tensor)}", carry_out, tensor, into)
 
     def _all_to_all(
         self, tensor: Tensor, into: Tensor, sent: list[int], received: list[int]
@@ -238,7 +238,7 @@ class ThreadGroup(Group):
                 _copy(torch.cat([each[rank] for each in parts]), call.into)
 
         what = f"all_to_all of {tensor.dtype}"
-        return self._meet(what, carry_out, tensor, into, sent, received)
+        return self._enter(what, carry_out, tensor, into, sent, received)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         def carry_out(calls: list[_Call]) -> None:
@@ -246,24 +246,24 @@ class ThreadGroup(Group):
                 if rank != source:
                     _copy(calls[source].tensor, call.into)
 
-        return self._meet(f"broadcast(source={source}) of {_described(tensor)}", carry_out, tensor)
+        return self._enter(f"broadcast(source={source}) of {_described(tensor)}", carry_out, tensor)
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> Work:
         world = self._world
-        letter = world.post((self.rank, to, tag), tensor, send=True)
-        return _Later(lambda: world.wait_for_letter(letter, to))
+        transfer = world.post((self.rank, to, tag), tensor, send=True)
+        return _PendingWork(lambda: world.wait_for_transfer(transfer, to))
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> Work:
         world = self._world
-        letter = world.post((source, self.rank, tag), tensor, send=False)
-        return _Later(lambda: world.wait_for_letter(letter, source))
+        transfer = world.post((source, self.rank, tag), tensor, send=False)
+        return _PendingWork(lambda: world.wait_for_transfer(transfer, source))
 
     def _split(self, ranks: list[int]) -> Group:
         key = tuple(ranks)
         number = self._num_splits[key] = self._num_splits.get(key, 0) + 1
         return ThreadGroup(self._world.split(ranks, number), ranks.index(self.rank))
 
-    def _meet(
+    def _enter(
         self,
         what: str,
         carry_out: Callable[[list[_Call]], None],
@@ -275,11 +275,11 @@ class ThreadGroup(Group):
         world = self._world
         self._number += 1
         call = _Call(what, tensor, tensor if into is None else into, sent, received)
-        meeting = world.meet(self._number, self.rank, call, carry_out)
-        return _Later(lambda: world.wait_for(meeting))
+        collective = world.enter(self._number, self.rank, call, carry_out)
+        return _PendingWork(lambda: world.wait_for(collective))
 
 
-class _Later:
+class _PendingWork:
     """Work that is waited for once."""
 
     def __init__(self, wait: Callable[[], None]) -> None:

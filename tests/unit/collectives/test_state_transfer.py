@@ -175,7 +175,7 @@ def test_the_allocation_for_a_state_is_limited(
         with listener.accept() as link:
             monkeypatch.setattr(torch, "empty", never)
             link.send(StateText(STATE.replace("[2]", "[100000000]")))
-            with pytest.raises(ProtocolError, match="a state of 400000000 bytes, and at most"):
+            with pytest.raises(ProtocolError, match="a state of 400000000 bytes; at most"):
                 catching.caught_up(list(new.model.parameters()), wait_s=30.0)
         catching.close()
 

@@ -98,7 +98,7 @@ def test_workers_that_help_or_cost_nothing_come_back(without: float) -> None:
     phases = [TrialPhase.TOGETHER, TrialPhase.LEAVING, TrialPhase.WITHOUT, TrialPhase.SETTLED]
     assert run.run(60) == phases
     assert not run.spared
-    assert "taken back" in run.notes[-1]
+    assert "started again" in run.notes[-1]
     assert run.run(60) == [TrialPhase.SETTLED], "and it is not tried again and again"
 
 
@@ -107,7 +107,7 @@ def test_a_trial_that_is_clearly_slower_is_short() -> None:
     while run.straggler_trial.phase != TrialPhase.WITHOUT:
         run.run(0.1)
     assert run.run(1.2)[-1] == TrialPhase.SETTLED
-    assert run.notes == ["400 samples/s without worker-1, worker-2 (cpu), 700 with: taken back"]
+    assert run.notes == ["400 samples/s without worker-1, worker-2 (cpu), 700 with: started again"]
 
 
 def test_similar_workers_are_not_tried() -> None:

@@ -201,9 +201,9 @@ class Own:
 
 def test_a_class_of_the_job_is_refused_when_it_is_saved_until_it_is_allowed(tmp_path: Path) -> None:
     state = {"extra": {"own": [1, Own()]}}
-    with pytest.raises(CheckpointError, match=r"holds a .*Own.*add_safe_globals\(\[Own\]\)"):
+    with pytest.raises(CheckpointError, match=r"saves a .*Own.*add_safe_globals\(\[Own\]\)"):
         write_state(tmp_path / "saved", state)
-    with pytest.raises(CheckpointError, match=r"holds a collections\.deque"):
+    with pytest.raises(CheckpointError, match=r"saves a collections\.deque"):
         write_state(tmp_path / "saved", {"last": deque([1.0])})
     with torch.serialization.safe_globals([Own]):
         write_state(tmp_path / "saved", state)

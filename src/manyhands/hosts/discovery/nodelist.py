@@ -64,7 +64,7 @@ def _expand(piece: str, wrong: Wrong) -> list[str]:
     """Expand a bracket to its numbers; return anything else unchanged."""
     if not piece.startswith("["):
         if not _PLAIN.fullmatch(piece):
-            raise wrong(f"{piece!r} is no part of a host's name")
+            raise wrong(f"{piece!r} can't be part of a host's name")
         return [piece]
     numbers: list[str] = []
     for part in piece[1:-1].split(","):

@@ -43,7 +43,7 @@ def test_lists(text: str, hosts: str) -> None:
         ("n[4-1]", "4-1 goes down"),
         ("a,,b", "there is nothing between two commas"),
         ("a,", "there is nothing between two commas"),
-        ("a b", "'a b' is no part of a host's name"),
+        ("a b", "'a b' can't be part of a host's name"),
         ("n[1-2],n2", "n2 is there twice"),
         ("n[0-999999999]", "more than 100000 hosts"),
         ("n[0-999][0-999]", "more than 100000 hosts"),

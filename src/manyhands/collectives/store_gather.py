@@ -1,8 +1,8 @@
-"""Waits of workers for each other before they are connected, which can be interrupted.
+"""Gather texts through a torch store, before workers are connected, with waits that can be interrupted.
 
-They meet at a store of torch: each posts a text, and waits for those of all others (`gather`). Neither a wait
-in a store nor connecting can be ended from outside, so both are done in a thread of their own, which is
-abandoned if the wait is over (`interruptible`).
+Each worker posts a text and waits for those of all others (`gather`). Neither a wait in a store nor
+connecting can be ended from outside, so both run in a thread of their own, which is abandoned if the wait is
+over (`interruptible`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gather(
     deadline = time.monotonic() + timeout_s
     stop = threading.Event()
 
-    def meet() -> list[str]:
+    def post_and_wait() -> list[str]:
         store.set(f"{what}/{rank}", text)
         keys = [f"{what}/{each}" for each in range(size)]
         while not store.check(keys):
@@ -52,14 +52,14 @@ def gather(
         return [store.get(key).decode() for key in keys]
 
     try:
-        return interruptible(meet, check=check)
+        return interruptible(post_and_wait, check=check)
     finally:
         stop.set()
 
 
 def interruptible(call: Callable[[], Result], *, check: Callable[[], None]) -> Result:
-    """Return what `call` returns. If `check` raises before, `call` is abandoned: its thread goes on, and what
-    it returns is dropped."""
+    """Return what `call` returns. If `check` raises before, `call` is abandoned: its thread continues, and
+    its result is dropped."""
     results: list[Result] = []
     errors: list[BaseException] = []
     over = threading.Event()
