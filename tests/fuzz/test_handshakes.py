@@ -96,7 +96,7 @@ def test_an_agent_sends_anything_to_the_doctor() -> None:
     with (
         watching() as watched,
         cluster.ClusterProbe(
-            spec(0), "tcp://127.0.0.1:0", authority=KEY, wait_s=1.0, tell=lambda text: None
+            spec(0), "tcp://127.0.0.1:0", authority=KEY, wait_s=1.0, notify=lambda text: None
         ) as doctor,
     ):
         address = doctor._listener.address
