@@ -197,6 +197,11 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             f"{config.name} needs a coordinator, which only `manyhands train` has. Write a Job, or use  "
             'mh.join("allreduce").'
         )
+    if config.traits.wraps:
+        raise SpecError(
+            f"{config.name} builds the optimizer after it has laid the model out, and prepare() gets both. "
+            'Write a Job, or use  mh.join("allreduce").'
+        )
     mine = pick_device(device, place.local_rank or 0)
     seats = tuple(
         # The others are assumed to be like this one.

@@ -6,7 +6,8 @@ spec's options; `traits` has the facts about it that others need.
 
 The **learner** (`Learner`) is what the config builds inside each worker. Its life:
 
-    build(context)              once: the model, its optimizer, and what this member knows about itself
+    build(context)              once: the model, and what this member knows about itself
+    wrap(model)                 lay the model out; its optimizer and schedule are built after this
     restore(state)              when resuming
     repeat:
         on_view(view) -> Joined     the members have changed: connect to the peers
@@ -81,6 +82,9 @@ class Traits:
     """If true, members find each other through the coordinator, so `mh.join()` refuses the strategy."""
     shares_memory: bool = False
     """If true, members share the memory of one host, and a run that starts inside a host stays there."""
+    wraps: bool = False
+    """If true, `Learner.wrap` lays the model out over the workers of a view, in each view, always with a new
+    model. Otherwise everything is built before the first view, and `wrap` does nothing."""
     dedicated_servers: bool = False
     """If true, the options `placement=dedicated, servers=N` add members that only serve."""
 
@@ -127,7 +131,7 @@ class Context:
     """What a learner or a dedicated server is built from."""
 
     train_state: TrainState
-    """The model, its optimizer and its loss."""
+    """The model and its loss. The optimizer is built after `Learner.wrap`, and before the first `on_view`."""
     me: Me
     """This member: its view, its peers, and how it reaches them."""
 
@@ -235,6 +239,16 @@ class Learner(ABC):
     def __init__(self, context: Context) -> None:
         self.train_state = context.train_state
         self.me = context.me
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Lay the model out over the workers of `me.view`, which is about to be joined. Returns the model to
+        build the optimizer for.
+
+        Called only if `Traits.wraps` is true. The optimizer, the schedule and, in the first view, the weights
+        of a checkpoint follow; then on_view. In a later view model and optimizer are new: on_view brings the
+        weights, or raises WeightsLost.
+        """
+        return model
 
     @abstractmethod
     def on_view(self, view: View) -> Joined:

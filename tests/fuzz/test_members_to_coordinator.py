@@ -68,7 +68,6 @@ FACTS = WorkerFacts(
     job="Fuzzed",
     fields=JobFields(8, 10**6, 1, "loss", None),
     all_fields={},
-    metrics=[],
     device="cpu",
     torch="2",
     parameters=10,

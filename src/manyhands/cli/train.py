@@ -171,8 +171,9 @@ def _check(options: RunOptions, launch_plan: LaunchPlan) -> int:
         f"{options.workers} x {facts.device}."
     )
     best = [("best", direction(str(plan_config.monitor)))] if plan_config.has_eval else []
-    for label, value in [*facts.optimizer, *best]:
+    assert facts.built is not None
+    for label, value in [*facts.built.optimizer, *best]:
         print(f"  {label:<{LABEL_CELLS}}{value}")
-    for note in facts.notes:
+    for note in facts.built.notes:
         print(f"note: {note}")
     return 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 class TrainState:
     model: nn.Module
     optimizer: Optimizer
+    """Built for the model as the strategy has laid it out; before that, None."""
     loss: Loss
     """Returns the mean loss of a batch, from (model, batch)."""
     device: str = "cpu"
@@ -65,59 +66,66 @@ class TrainState:
     def of(
         cls, job: Job, *, device: str, num_steps: int, steps_per_epoch: int | None = None
     ) -> TrainState:
-        # The same model on every worker, whatever the device: built on the CPU from the seed.
-        torch.manual_seed(job.seed)
-        model = job.model()
-        if not isinstance(model, nn.Module):
-            raise wrong(job, "model", "a torch.nn.Module", model)
-        tables = LocalTables.of(model, seed=job.seed)
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            if not tables.specs:
-                raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
-            add_anchor(model)
-        model = model.to(device)
-        optimizer = build_optimizer(job, model)
+        """Build the model and what trains it, where no strategy lays the model out in between."""
+        train_state = cls.of_model(job, device=device)
+        train_state.build_optimizer(job, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
+        return train_state
+
+    @classmethod
+    def of_model(cls, job: Job, *, device: str) -> TrainState:
+        """Build the model. The optimizer and the schedule follow in `build_optimizer`."""
+        model, tables = _build_model(job, device)
+        return cls(
+            model=model,
+            optimizer=cast(Optimizer, None),
+            loss=lambda model, batch: job_loss(job, model, batch)[0],
+            device=device,
+            clip_norm=job.clip_norm,
+            weight=job.weight if type(job).weight is not Job.weight else None,
+            schedule_of=job.schedule,
+            tables=tables,
+            measures=Measures(declared_by(job)),
+        )
+
+    def renew_model(self, job: Job) -> None:
+        """Build the model again, as it was at first."""
+        self.model, self.tables = _build_model(job, self.device)
+
+    def build_optimizer(
+        self, job: Job, *, num_steps: int, steps_per_epoch: int | None = None
+    ) -> None:
+        """Build the optimizer and the schedule for the model as it is now."""
+        optimizer = build_optimizer(job, self.model)
         if not isinstance(optimizer, Optimizer):
             raise wrong(job, "optimizer", "a torch.optim.Optimizer", optimizer)
-        check_optimizer(job, model, optimizer)
-        settings = schedule.settings_of(optimizer)
-        scheduler = _schedule(job, optimizer, num_steps)
-        if isinstance(scheduler, ReduceLROnPlateau):
+        check_optimizer(job, self.model, optimizer)
+        self.optimizer, self.settings = optimizer, schedule.settings_of(optimizer)
+        self.scheduler = _schedule(job, optimizer, num_steps)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
             raise JobError(
                 f"{type(job).__name__}.schedule() returned ReduceLROnPlateau, which each worker would step "
                 "by its own metrics. Set the field  plateau  instead, which covers all workers:  "
                 'plateau: str = "factor=0.1; patience=10".'
             )
-        if not isinstance(scheduler, LRScheduler | None):
-            raise wrong(job, "schedule", "a torch LRScheduler, or None", scheduler)
-        total = getattr(scheduler, "total_steps", None)
+        if not isinstance(self.scheduler, LRScheduler | None):
+            raise wrong(job, "schedule", "a torch LRScheduler, or None", self.scheduler)
+        total = getattr(self.scheduler, "total_steps", None)
         if isinstance(total, int) and total < num_steps:
             raise JobError(
-                f"{type(job).__name__}.schedule() returned {type(scheduler).__name__} for {total} steps, "
-                f"and the training has {num_steps}: it would fail at the end. Give it  "
+                f"{type(job).__name__}.schedule() returned {type(self.scheduler).__name__} for {total} "
+                f"steps, and the training has {num_steps}: it would fail at the end. Give it  "
                 "total_steps=num_steps."
             )
-        twin = schedule.twin_of(optimizer, settings)
+        twin = schedule.twin_of(optimizer, self.settings)
         length = TrainingLength.of(
             job, num_steps=num_steps, steps_per_epoch=steps_per_epoch or num_steps
         )
         hint = schedule_hint(job.schedule(twin, num_steps), twin, length)
-        return cls(
-            model=model,
-            optimizer=optimizer,
-            loss=lambda model, batch: job_loss(job, model, batch)[0],
-            device=device,
-            scheduler=scheduler,
-            clip_norm=job.clip_norm,
-            weight=job.weight if type(job).weight is not Job.weight else None,
-            schedule_of=job.schedule,
-            plan=schedule.SchedulePlan(
-                num_steps, num_steps, made_of=schedule.describe(optimizer, settings, scheduler)
-            ),
-            settings=settings,
-            notes=[hint] if hint else [],
-            tables=tables,
-            measures=Measures(declared_by(job)),
+        self.notes = [hint] if hint else []
+        self.plan = schedule.SchedulePlan(
+            num_steps,
+            num_steps,
+            made_of=schedule.describe(optimizer, self.settings, self.scheduler),
         )
 
     @property
@@ -195,6 +203,21 @@ class TrainState:
             if self.scheduler is not None:
                 self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+def _build_model(job: Job, device: str) -> tuple[nn.Module, LocalTables]:
+    """Build the job's model and its tables. It is the same on every worker, whatever the device: built on the
+    CPU from the seed."""
+    torch.manual_seed(job.seed)
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        raise wrong(job, "model", "a torch.nn.Module", model)
+    tables = LocalTables.of(model, seed=job.seed)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        if not tables.specs:
+            raise JobError(f"The model of {type(job).__name__} has no parameter to train.")
+        add_anchor(model)
+    return model.to(device), tables
 
 
 @contextmanager

@@ -162,14 +162,24 @@ class JobFields:
 
 
 @dataclass(frozen=True)
+class BuiltFacts:
+    """Facts that a worker finds out when it builds what trains the model."""
+
+    metrics: list[str]
+    """Names of the metrics of an evaluation."""
+    optimizer: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Notes for people."""
+
+
+@dataclass(frozen=True)
 class WorkerFacts:
-    """Facts about the job, which a worker finds out when it builds it."""
+    """Facts about the job, which a worker finds out when it loads it."""
 
     job: str
     fields: JobFields
     all_fields: Mapping[str, Any]
     """All fields of the job, as JSON."""
-    metrics: list[str]
     device: str
     torch: str
     parameters: Count
@@ -177,10 +187,17 @@ class WorkerFacts:
     eval_samples: Count
     unit: tuple[str, Weight]
     tables: Mapping[str, str]
-    optimizer: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     measures: list[Measure] = field(default_factory=list)
     """The registered measures, and those of the job."""
+    built: BuiltFacts | None = None
+    """None if the worker builds in its first view, and tells then."""
+
+    @property
+    def metrics(self) -> list[str] | None:
+        """Names of the metrics of an evaluation; None if they are not known yet."""
+        if not self.eval_samples:
+            return []
+        return None if self.built is None else self.built.metrics
 
 
 @dataclass(frozen=True)
@@ -199,6 +216,8 @@ class ViewJoined(Report):
     placement: str = ""
     catching_up: bool = False
     whole_steps: bool = False
+    built: BuiltFacts | None = None
+    """From a worker that builds in each view."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from manyhands.control import messages
 from manyhands.coordinator import inbox, job_checks
@@ -102,11 +103,14 @@ class Driver:
         membership.pool.start_first()
         self._until(lambda: roster.all_ready, "ready_s", "getting ready")
         self.training = training = self._prepare()
+        views.form(roster.names)
+        # Workers that build in the view load their weights while they join it.
+        limit = "ready_s" if roster.facts.built is None else "view_s"
+        self._until(lambda: views.all_joined, limit, "joining peers")
+        self._check_built(training.plan)
         self._on_ready()
         facts = roster.facts
         self.context.run.note_fields(facts.all_fields, self.options.settings, facts.job)
-        views.form(roster.names)
-        self._until(lambda: views.all_joined, "view_s", "joining peers")
         self._begin(training)
         if self.options.rehearse:
             training.dispatcher.send_workers(messages.RehearseOrder())
@@ -127,15 +131,13 @@ class Driver:
         first = self.membership.roster.facts
         for other in facts.values():
             job_checks.check_same(first, other)
-        saved = self._checkpoint.training_plan if self._checkpoint else None
+        saved = self._saved_plan
         config = job_checks.plan_config_of(first, self.options, saved)
         if self._before is not None and self._before.plan is not None:
             config = replace(config, max_step=self._before.plan.config.max_step)
         for name, each in facts.items():
             self.stream.emit(job_checks.ready_event(name, each, config))
         self.run_stats.unit = first.unit
-        for note in filter(None, [job_checks.monitor_note(config.monitor, first), *first.notes]):
-            self.stream.notice(note)
         return Training(
             TrainingPlan(config, saved),
             self.context,
@@ -144,6 +146,27 @@ class Driver:
             self.run_stats,
             self.failures,
         )
+
+    def _check_built(self, plan: TrainingPlan) -> None:
+        """Check what some workers only find out when they join the first view, and show their notes."""
+        facts = self.membership.roster.facts
+        self._check_job(facts)
+        notes = facts.built.notes if facts.built is not None else []
+        monitor_note = job_checks.monitor_note(plan.config.monitor, facts)
+        for note in filter(None, [monitor_note, *notes]):
+            self.stream.notice(note)
+
+    def _check_job(self, facts: messages.WorkerFacts) -> None:
+        job_checks.check_job(
+            facts,
+            workers=self.options.workers,
+            scaling=self.options.scaling,
+            saved=self._saved_plan,
+        )
+
+    @property
+    def _saved_plan(self) -> Mapping[str, Any] | None:
+        return self._checkpoint.training_plan if self._checkpoint else None
 
     def _begin(self, training: Training) -> None:
         """Begin training, once all members have joined the first view."""
@@ -301,12 +324,7 @@ class Driver:
                 self.stream.emit(job_checks.ready_event(member, facts, self.plan.config))
             else:
                 # At the first one: the others may take their time.
-                job_checks.check_job(
-                    facts,
-                    workers=self.options.workers,
-                    scaling=self.options.scaling,
-                    saved=self._checkpoint.training_plan if self._checkpoint else None,
-                )
+                self._check_job(facts)
         roster.ready[member] = ready
 
     def _on_report(self, member: str, report: messages.Report) -> None:

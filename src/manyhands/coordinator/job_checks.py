@@ -29,7 +29,8 @@ def check_job(
     scaling: Scaling = FIXED,
     saved: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse what only shows when the job is loaded. `saved`: the plan of a resumed run."""
+    """Refuse what only shows when the job is loaded, or when its metrics are known. `saved`: the plan of a
+    resumed run."""
     fields, samples, metrics = facts.fields, facts.train_samples, facts.metrics
     batch, monitor = fields.batch_size, metric_name(fields.monitor)
     if batch > samples:
@@ -50,9 +51,9 @@ def check_job(
             f"monitor is {monitor!r}, and the evaluation gives {', '.join(metrics)}. "
             "Set monitor to one of these, or return it from metrics()."
         )
-    if not metrics and fields.patience is not None:
+    if not facts.eval_samples and fields.patience is not None:
         raise JobError("patience needs something to watch: eval_data() must return a data set.")
-    if not metrics and fields.eval_samples is not None:
+    if not facts.eval_samples and fields.eval_samples is not None:
         raise JobError(
             f"eval_samples={fields.eval_samples} needs samples to choose from: eval_data() must return a "
             "data set. To evaluate nothing:  --set eval_samples=none."
@@ -109,8 +110,8 @@ def monitor_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Mo
     """Return the metric that decides which model is best. `saved`: the plan of a resumed run, which keeps its
     direction."""
     text = facts.fields.monitor
-    if not facts.metrics:
-        return Monitor(metric_name(text), lower=True)  # nothing is evaluated
+    if not facts.eval_samples:
+        return Monitor(metric_name(text), lower=True)
     before = saved_monitor(saved, metric_name(text))
     return read_monitor(text, option='monitor="{}"', saved=before)
 
@@ -120,7 +121,7 @@ def monitor_note(monitor: Monitor, facts: WorkerFacts) -> str:
     string."""
     text = facts.fields.monitor
     unsaid = text.strip() == monitor.name and lower_is_better(monitor.name) != monitor.lower
-    if not facts.metrics or not unsaid:
+    if not facts.eval_samples or not unsaid:
         return ""
     other = Monitor(monitor.name, not monitor.lower)
     return f'the best model is still chosen by "{monitor}"; to change it: --set monitor="{other}"'
@@ -132,7 +133,7 @@ def plateau_of(facts: WorkerFacts, saved: Mapping[str, Any] | None = None) -> Pl
     if not fields.plateau:
         return None
     rule = parse_plateau(fields.plateau)
-    monitor = str(monitor_of(facts, saved)) if metrics else fields.monitor
+    monitor = str(monitor_of(facts, saved)) if facts.eval_samples else fields.monitor
     return resolve(rule, monitor=monitor, metrics=metrics, saved=saved_watch(saved))
 
 

@@ -90,16 +90,17 @@ def parse_plateau(text: str) -> Plateau:
 
 
 def resolve(
-    plateau: Plateau, *, monitor: str, metrics: list[str], saved: Monitor | None = None
+    plateau: Plateau, *, monitor: str, metrics: list[str] | None, saved: Monitor | None = None
 ) -> Plateau:
     """Return the rule for a job whose evaluation gives these metrics: what is watched has a name and a
     direction, that of the job's `monitor` if it is the same metric. `saved`: what a resumed run has
     watched."""
-    text = plateau.watch or (monitor if metrics else TRAIN_LOSS)
+    evaluates = metrics is None or bool(metrics)
+    text = plateau.watch or (monitor if evaluates else TRAIN_LOSS)
     if text == metric_name(monitor):
         text = monitor
     watch = metric_name(text)
-    if watch != TRAIN_LOSS and watch not in metrics:
+    if metrics is not None and watch not in (TRAIN_LOSS, *metrics):
         gives = f"the evaluation gives {', '.join(metrics)}" if metrics else "nothing is evaluated"
         raise JobError(
             f'plateau "{plateau}": {watch!r} can\'t be watched: {gives}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from manyhands.control.messages import Assignment, Ready, WorkerFacts
+from manyhands.control.messages import Assignment, BuiltFacts, Ready, WorkerFacts
 from manyhands.coordinator.context import RunContext
 from manyhands.events import events
 from manyhands.hosts.view import WORKER
@@ -36,6 +36,12 @@ class Roster:
     @property
     def worker_facts(self) -> dict[str, WorkerFacts]:
         return {name: ready.facts for name, ready in self.ready.items() if ready.facts is not None}
+
+    def add_built(self, member: str, built: BuiltFacts) -> None:
+        """Complete the facts of a worker that builds in its first view."""
+        ready = self.ready[member]
+        if ready.facts is not None:
+            self.ready[member] = replace(ready, facts=replace(ready.facts, built=built))
 
     def role(self, member: str) -> str:
         return self._coordinator.members[member].role

@@ -70,6 +70,8 @@ class Views:
         if member not in self.current.names:
             raise ProtocolError(f"it joins view {report.view}, and is not a member of it")
         self._joined[member] = report
+        if report.built is not None:
+            self._roster.add_built(member, report.built)
         (self.catching_up.add if report.catching_up else self.catching_up.discard)(member)
 
     def activate(self) -> int:

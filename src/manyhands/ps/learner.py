@@ -16,6 +16,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -149,7 +150,6 @@ class PsLearner(Learner):
         super().__init__(context)
         self._config = config
         self._node = PsNode(config, self.train_state, self.me)
-        self._buffer = GradientBuffer(self.train_state.model, self._node.parameters)
         self._client: Client | None = None
         self._memory: WorkerMemory | None = None
         self._pushes: Pushes | None = None
@@ -166,6 +166,11 @@ class PsLearner(Learner):
         """The newest version of the parameters that this worker has computed with."""
 
     # The view -----------------------------------------------------------------------------------
+
+    @cached_property
+    def _buffer(self) -> GradientBuffer:
+        """Made in the first view: the optimizer is built after this object."""
+        return GradientBuffer(self.train_state.model, self._node.parameters)
 
     def interrupt(self) -> None:
         if (rounds := self._node.rounds) is not None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 
+from torch import nn
+
 from manyhands.compute.train_state import TrainState
 from manyhands.contract import AppliedPart, AppliedSteps, Context, DedicatedServer, Joined
 from manyhands.embeddings.modules import RowModel
@@ -20,6 +22,7 @@ from manyhands.hosts.me import Board, Me
 from manyhands.hosts.messages import LinkBroken, PeerRefused
 from manyhands.hosts.view import SERVER, View
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
+from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
@@ -49,31 +52,40 @@ class PsNode:
         self.config = config
         self.train_state = train_state
         self.me = me
-        # The scheduler here only computes the rate: the optimizers of the blocks do the steps.
-        train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
         self.mode = config.mode(train_state.clip_norm)
-        self.layout = layout_of(train_state.model, train_state.optimizer)
-        self.parameters = pieces_of(train_state.model, train_state.optimizer)
         self.server: Server | None = None
         self.rounds: tuple[RoundTable, Doorbell] | None = None
         """Shared memory in which rounds are agreed on without messages, inside a host."""
         self.server_state: ServerState | None = None
         self._tables = train_state.tables.stores
         """The model's, or its server's if rows are sent."""
-        biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
-        if train_state.tables.specs:
-            biggest = max(biggest, SPARSE_BYTES)
-        self._limits = Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
+
+    # All of these are made in the first view: the optimizer is built after this object.
+
+    @cached_property
+    def layout(self) -> BlockLayout:
+        return layout_of(self.train_state.model, self.train_state.optimizer)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return pieces_of(self.train_state.model, self.train_state.optimizer)
 
     @cached_property
     def schedule_clock(self) -> ScheduleClock:
-        """Created in the first view: the checkpoint is loaded after this object was created."""
+        # The scheduler here only computes the rate: the optimizers of the blocks do the steps.
+        self.train_state.optimizer._opt_called = True  # type: ignore[attr-defined]
         return ScheduleClock(self.train_state.scheduler)
 
     @cached_property
     def transport(self) -> PsTransport:
-        """Chosen in the first view."""
         return choose_transport(self, self.me.view)
+
+    @cached_property
+    def _limits(self) -> Limits:
+        biggest = max((block.num_bytes for block in self.layout.blocks), default=0)
+        if self.train_state.tables.specs:
+            biggest = max(biggest, SPARSE_BYTES)
+        return Limits(head_bytes=8 << 20, payload_bytes=max(8 << 20, 2 * biggest))
 
     def check(self) -> None:
         """Raise if waiting has become pointless: a new view comes, or the server here has failed."""

@@ -57,17 +57,17 @@ class Saver:
         writer: str = "",
         *,
         soon: bool = False,
-        infinite: Collection[str] = (),
         on_done: Callable[[dict[str, Any]], None] = lambda outcome: None,
     ) -> None:
         """`soon`: import what saving needs now. Members that do not save skip it, which is a quarter of a
-        worker's start-up time. `infinite`: parameters that hold infinities on purpose. `on_done`: called in
-        the writing thread, with the outcome of each checkpoint."""
+        worker's start-up time. `on_done`: called in the writing thread, with the outcome of each
+        checkpoint."""
         if soon:
             _load()
         self._run = run
         self._writer = writer
-        self._infinite = set(infinite)
+        self.infinite: set[str] = set()
+        """Parameters that hold infinities on purpose."""
         self._on_done = on_done
         self._thread: threading.Thread | None = None
         self._chain = Chain()
@@ -86,7 +86,7 @@ class Saver:
             folder = partial(self._run, step, self._writer)
             rows = table_files.copy_rows(folder, self._run, trained.tables, self._chain)
         trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
-        weights = set(trains) - self._infinite
+        weights = set(trains) - self.infinite
         stall_s = time.perf_counter() - started
         self._thread = start_thread(
             *(self._save, step, state, rows, weights, stall_s),

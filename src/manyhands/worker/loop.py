@@ -1,6 +1,6 @@
 """The loop of a worker, from top to bottom.
 
-    build the job's model, optimizer and data; send Ready
+    build the job's data, model and optimizer; send Ready
     for each message of the coordinator:
         View             the learner joins its peers; all earlier orders are void
         TrainOrder       for each step: share of the data -> learner.step -> report (reporter.py)
@@ -26,13 +26,11 @@ from typing import Any
 
 import torch
 
-from manyhands.compute.evaluation import EvalSamples, evaluate
-from manyhands.compute.feed import Feed, Share, check_dataset
+from manyhands.compute.evaluation import evaluate
+from manyhands.compute.feed import Feed, Share
 from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
-from manyhands.compute.param_groups import describe_optimizer
-from manyhands.compute.seeds import seed_compute, seed_loading
-from manyhands.compute.train_state import TrainState
+from manyhands.compute.seeds import seed_compute
 from manyhands.contract import Context, Joined, Strategy
 from manyhands.control import messages
 from manyhands.errors import LinkError, ViewChanging
@@ -41,14 +39,12 @@ from manyhands.hosts.devices import describe_device, device_id, pick_device
 from manyhands.hosts.member import Member
 from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import Seat, View
-from manyhands.job import Job, load_job
-from manyhands.job_length import steps_per_epoch, total_steps
 from manyhands.measure import registered
 from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, not_finite
 from manyhands.transport.fields import read
+from manyhands.worker.built_job import BuiltJob
 from manyhands.worker.reporter import Reporter
-from manyhands.worker.restore import restore
 
 POLL_S = 0.02
 """How often to check whether reports are resolved, while there is nothing else to do."""
@@ -64,28 +60,12 @@ class Worker:
         assignment = read(messages.Assignment, member.assignment)
         self.member = member
         self.reporter = Reporter(member)
-        self.job: Job = load_job(assignment.job, assignment.settings)
         device = pick_device(assignment.device, member.invitation.local_rank)
         self._shared_cores = assignment.shared_cores
         self._threads = torch.get_num_threads()
-        # A random split must be the same one in every process, and in every resumed run.
-        seed_loading(self.job.seed, "data")
-        self.data = self.job.data()
-        check_dataset(self.job, "data", self.data)
-        seed_loading(self.job.seed, "eval_data")
-        self.eval_samples: EvalSamples | None = None
-        if (eval_data := self.job.eval_data()) is not None:
-            check_dataset(self.job, "eval_data", eval_data)
-            self.eval_samples = EvalSamples.of(self.job, eval_data)
-        num_steps = total_steps(self.job, len(self.data))
-        train_state = TrainState.of(
-            self.job,
-            device=device,
-            num_steps=num_steps,
-            steps_per_epoch=steps_per_epoch(self.job, len(self.data)),
-        )
-        self.train_state = train_state
-        train_state.activity = member.activity
+        self.built = BuiltJob(assignment, device=device)
+        self.job, self.train_state = self.built.job, self.built.train_state
+        self.train_state.activity = member.activity
         loaders = None
         if self.job.loader_processes and not member.debugged:
             loaders = Loaders(
@@ -96,20 +76,17 @@ class Worker:
             )
             member.on_stacks = loaders.write_stacks
         self.loaders = loaders
-        self.feed = Feed(self.job, self.data, device=device, loaders=loaders)
+        self.feed = Feed(self.job, self.built.data, device=device, loaders=loaders)
+        self.saver = Saver(
+            Path(assignment.run), member.name, soon=assignment.saves, on_done=self._saved
+        )
         seat = Seat(member.name, member.host, device=device, device_id=device_id(device))
         self.me = member.me(seat)
-        self.learner = strategy.build(Context(train_state, self.me))
+        self.learner = strategy.build(Context(self.train_state, self.me))
+        self._wraps = strategy.traits.wraps
+        if not self._wraps:
+            self._build()
         member.on_view = self._on_new_view
-        with member.phase("loading the weights"):
-            restore(assignment, train_state, self.job, num_steps=num_steps, learner=self.learner)
-        self.saver = Saver(
-            Path(assignment.run),
-            member.name,
-            soon=assignment.saves,
-            infinite=not_finite(dict(train_state.model.named_parameters())),
-            on_done=self._saved,
-        )
         member.before_exit = lambda: self.saver.finish(timeout_s=member.timeouts.stop_s)
         self._joined = Joined()
         """What the learner found in this view; no longer catching up once that was reported."""
@@ -117,25 +94,29 @@ class Worker:
         """The last view at which the files of earlier views were deleted."""
 
     def ready(self) -> None:
-        model = self.train_state.model
-        fields = jsonable(self.job.fields())
+        """Tell the coordinator that this worker can join a view, and what it knows about the job by then."""
+        fields, state = jsonable(self.job.fields()), self.train_state
         facts = messages.WorkerFacts(
             job=type(self.job).__name__,
             fields=read(messages.JobFields, fields),
             all_fields=fields,
-            metrics=self._try_metrics(),
             device=describe_device(self.me.device),
             torch=torch.__version__,
-            parameters=sum(p.numel() for p in model.parameters()),
-            train_samples=len(self.data),
-            eval_samples=len(self.eval_samples or ()),
+            parameters=sum(p.numel() for p in state.model.parameters()),
+            train_samples=len(self.built.data),
+            eval_samples=len(self.built.eval_samples or ()),
             unit=self.job.unit(),
-            optimizer=describe_optimizer(model, self.train_state.optimizer),
-            notes=self.train_state.notes,
-            tables={name: t.describe() for name, t in self.train_state.tables.specs.items()},
-            measures=[*registered().values(), *self.train_state.measures.declared.values()],
+            tables={name: t.describe() for name, t in state.tables.specs.items()},
+            measures=[*registered().values(), *state.measures.declared.values()],
+            built=self.built.facts,
         )
         self.member.send(messages.Ready(self.me.view.seats[0], facts))
+
+    def _build(self) -> None:
+        """Build what trains the model, for its layout in this view."""
+        with self.member.phase("loading the weights"):
+            self.built.build(self.learner, loads=not self.reporter.view)
+        self.saver.infinite = set(not_finite(dict(self.train_state.model.named_parameters())))
 
     def run(self) -> None:
         self.ready()
@@ -223,6 +204,8 @@ class Worker:
         self.reporter.flush()
         self.me.view = view
         self._share_cores(view)
+        if self._wraps:
+            self._build()
         joined = self.learner.on_view(view)
         if joined.rescued is not None:
             joined.rescued.logged = self.train_state.measures.take()
@@ -236,6 +219,7 @@ class Worker:
             placement=joined.placement,
             catching_up=joined.catching_up,
             whole_steps=joined.whole_steps,
+            built=self.built.facts if self._wraps else None,
         )
 
     def _train(self, portions: Sequence[messages.Portion], agenda: Agenda) -> None:
@@ -284,13 +268,13 @@ class Worker:
 
     def _evaluate(self, part: tuple[float, float, float]) -> None:
         self._drain()
-        assert self.eval_samples is not None
+        assert self.built.eval_samples is not None
         started = time.perf_counter()
         with self.learner.eval_model() as model, self.member.activity.during(EVALUATING):
             found = evaluate(
                 self.job,
                 model,
-                self.eval_samples,
+                self.built.eval_samples,
                 part=part,
                 device=self.me.device,
                 progress=self._tick_and_check_view,
@@ -330,14 +314,6 @@ class Worker:
         share = self.feed.share(portion)
         rehearse(self.train_state, share)
         self.reporter.send(messages.Rehearsed)
-
-    def _try_metrics(self) -> list[str]:
-        """The names of the metrics, from a small evaluation: errors in it show before training."""
-        if self.eval_samples is None:
-            return []
-        few = self.eval_samples.first(self.job.batch_size)
-        part = evaluate(self.job, self.train_state.model, few, device=self.me.device)
-        return list(part["sums"])
 
     def _stop(self) -> None:
         self._drain()

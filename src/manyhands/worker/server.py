@@ -39,26 +39,19 @@ class ServerProgram:
     """A dedicated server, driven by the coordinator's orders."""
 
     def __init__(self, member: Member) -> None:
-        from manyhands.compute.seeds import seed_loading
-        from manyhands.compute.train_state import TrainState
-        from manyhands.job import load_job
-        from manyhands.job_length import total_steps
         from manyhands.strategies.registry import make_strategy
-        from manyhands.worker.restore import restore
+        from manyhands.worker.built_job import BuiltJob
 
         assignment = read(Assignment, member.assignment)
         self.member = member
-        job = load_job(assignment.job, assignment.settings)
-        seed_loading(job.seed, "data")
-        # Only its length is needed, by the learning rate schedule.
-        num_steps = total_steps(job, len(job.data()))
-        train_state = TrainState.of(job, device="cpu", num_steps=num_steps)
+        # Of the data only the length is needed, by the learning rate schedule.
+        built = BuiltJob(assignment, device="cpu", evaluates=False)
+        built.build()
         self.seat = Seat(member.name, member.host, role=SERVER)
         self.me = member.me(self.seat)
         member.on_view = self._view_coming
-        restore(assignment, train_state, job, num_steps=num_steps)
         config = make_strategy(assignment.strategy)
-        self.server = config.build_server(Context(train_state, self.me))
+        self.server = config.build_server(Context(built.train_state, self.me))
 
     def run(self) -> None:
         self.member.send(Ready(self.seat))

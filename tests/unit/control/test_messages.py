@@ -41,7 +41,6 @@ FACTS = {
     "job": "Regression",
     "fields": FIELDS,
     "all_fields": {**FIELDS, "lr": 0.1},
-    "metrics": ["loss"],
     "device": "cpu",
     "torch": "2",
     "parameters": 7,
@@ -49,7 +48,7 @@ FACTS = {
     "eval_samples": 10,
     "unit": ["samples", 1],
     "tables": {},
-    "optimizer": [],
+    "built": {"metrics": ["loss"], "optimizer": [["SGD", "lr=0.1"]], "notes": []},
 }
 READY = {"kind": "Ready", "seat": SEAT, "facts": FACTS}
 FAILED = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from manyhands.control.messages import JobFields, WorkerFacts
+from manyhands.control.messages import BuiltFacts, JobFields, WorkerFacts
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.job_checks import check_job, monitor_note, plan_config_of
 from manyhands.coordinator.options import RunOptions
@@ -26,7 +26,6 @@ def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> 
         job="Regression",
         fields=read(JobFields, all_fields),
         all_fields=all_fields,
-        metrics=list(metrics),
         device="cpu",
         torch="2",
         parameters=7,
@@ -34,6 +33,7 @@ def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> 
         eval_samples=10 if metrics else 0,
         unit=("samples", 1.0),
         tables={},
+        built=BuiltFacts(list(metrics)),
     )
 
 
@@ -121,3 +121,27 @@ def test_the_plan_config_has_the_length_and_the_interval() -> None:
 def test_a_number_of_evaluation_samples_needs_evaluation_data() -> None:
     with pytest.raises(JobError, match=r"eval_samples=5 needs samples.*--set eval_samples=none"):
         check_job(facts(metrics=(), eval_samples=5), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"monitor": "f1"}, "monitor is 'f1', and the evaluation gives loss, accuracy"),
+        ({"plateau": "watch=f1"}, "'f1' can't be watched: the evaluation gives loss, accuracy"),
+    ],
+)
+def test_names_of_metrics_are_checked_once_they_are_known(
+    fields: dict[str, Any], says: str
+) -> None:
+    complete = facts(**fields)
+    early = replace(complete, built=None)
+    assert early.metrics is None
+    check_job(early, workers=1)
+    with pytest.raises(JobError, match=says):
+        check_job(complete, workers=1)
+
+
+def test_the_plan_needs_no_names_of_metrics() -> None:
+    complete = facts(plateau="patience=3", monitor="max accuracy")
+    early = replace(complete, built=None)
+    assert plan_config_of(early, OPTIONS) == plan_config_of(complete, OPTIONS)

@@ -6,7 +6,7 @@ import copy
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,9 +222,10 @@ def test_a_failed_write_is_reported_and_removed(
         assert not partial(run, 8).exists()
 
 
-def saved(run: Path, trained: Trained, **options: Any) -> dict[str, Any]:
+def saved(run: Path, trained: Trained, *, infinite: Collection[str] = ()) -> dict[str, Any]:
     outcomes: list[dict[str, Any]] = []
-    saving = Saver(run, on_done=outcomes.append, **options)
+    saving = Saver(run, on_done=outcomes.append)
+    saving.infinite = set(infinite)
     saving.start(8, trained, {})
     saving.finish()
     (outcome,) = outcomes

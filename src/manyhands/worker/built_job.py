@@ -1,0 +1,87 @@
+"""What a member makes of the job that it is started for: data, model, and what trains the model.
+
+    load       the job, its data and its model, when the member starts
+    build      the layout of the model, then the optimizer and schedule for it, the weights to start with, and
+               a try of the metrics
+
+A worker builds at once, while the others do the same. If the strategy lays the model out over the workers
+(`Traits.wraps`), it builds in each view instead, because it needs the others for that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manyhands.compute.evaluation import EvalSamples, evaluate
+from manyhands.compute.feed import check_dataset
+from manyhands.compute.param_groups import describe_optimizer
+from manyhands.compute.seeds import seed_loading
+from manyhands.compute.train_state import TrainState, begin_with
+from manyhands.contract import Learner
+from manyhands.control.messages import Assignment, BuiltFacts
+from manyhands.job import Job, load_job
+from manyhands.job_length import steps_per_epoch, total_steps
+from manyhands.runs.checkpoints import checkpoint_step
+from manyhands.runs.saver import load_state
+
+
+class BuiltJob:
+    def __init__(self, assignment: Assignment, *, device: str, evaluates: bool = True) -> None:
+        """Load the job, its data and its model. `evaluates`: if true, also the data for evaluation."""
+        self.job: Job = load_job(assignment.job, assignment.settings)
+        # A random split must be the same one in every process, and in every resumed run.
+        seed_loading(self.job.seed, "data")
+        self.data: Any = self.job.data()
+        check_dataset(self.job, "data", self.data)
+        self.eval_samples: EvalSamples | None = None
+        if evaluates:
+            seed_loading(self.job.seed, "eval_data")
+            if (eval_data := self.job.eval_data()) is not None:
+                check_dataset(self.job, "eval_data", eval_data)
+                self.eval_samples = EvalSamples.of(self.job, eval_data)
+        self.train_state = TrainState.of_model(self.job, device=device)
+        self._assignment = assignment
+        self.facts: BuiltFacts | None = None
+        """None until `build`."""
+        self._laid_out = False
+
+    def build(self, learner: Learner | None = None, *, loads: bool = True) -> None:
+        """Build what trains the model, for its layout in this view.
+
+        If `loads` is true, start with the weights that the assignment names; otherwise the learner brings
+        those of its last view.
+        """
+        state, job = self.train_state, self.job
+        if self._laid_out:
+            state.renew_model(job)
+        self._laid_out = True
+        if learner is not None:
+            state.model = learner.wrap(state.model)  # does nothing, unless this is in a view
+        num_steps = total_steps(job, len(self.data))
+        state.build_optimizer(
+            job, num_steps=num_steps, steps_per_epoch=steps_per_epoch(job, len(self.data))
+        )
+        if loads:
+            self._load(learner, num_steps)
+        self.facts = BuiltFacts(
+            metrics=self._try_metrics(),
+            optimizer=describe_optimizer(state.model, state.optimizer),
+            notes=state.notes,
+        )
+
+    def _load(self, learner: Learner | None, num_steps: int) -> None:
+        assignment, state = self._assignment, self.train_state
+        if folder := assignment.checkpoint:
+            saved = load_state(folder, state, learner)
+            step = checkpoint_step(folder)
+            state.resume(saved, step=step, num_steps=num_steps, mode=assignment.schedule)
+        elif assignment.init_from:
+            begin_with(assignment.init_from, state, self.job)
+
+    def _try_metrics(self) -> list[str]:
+        """Return the names of the metrics, from a small evaluation: errors in it show before training."""
+        if self.eval_samples is None:
+            return []
+        few = self.eval_samples.first(self.job.batch_size)
+        state = self.train_state
+        return list(evaluate(self.job, state.model, few, device=state.device)["sums"])
