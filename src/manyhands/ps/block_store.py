@@ -1,7 +1,6 @@
 """Blocks of a model in memory, and the optimizer that updates them.
 
     FlatTensors       flat buffers of a model's parameters or gradients, in private or shared memory
-    Span              neighbouring blocks: one tensor to add, send or optimize
     BlockOptimizer    the job's own torch optimizer, over spans instead of parameters
     BlockStore        a set of blocks with their optimizer: a server's own, or replicas of another's
 
@@ -19,7 +18,7 @@ optimizer state, although neighbouring blocks are handled as one span.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.compute.schedule import position
 from manyhands.compute.train_state import TrainState, multiplied_lr
-from manyhands.ps.blocks import Block, BlockLayout
+from manyhands.ps.blocks import BlockLayout
+from manyhands.ps.spans import Span, spans_of
 from manyhands.transport.shm import Segment, aligned
 
 FUSED: tuple[type[Optimizer], ...] = (
@@ -160,53 +160,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Neighbouring blocks: elements [start, stop) of a buffer."""
-
-    buffer: int
-    start: int
-    stop: int
-    blocks: tuple[Block, ...]
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def of(self, flat: FlatTensors) -> Tensor:
-        return flat.buffers[self.buffer][self.start : self.stop]
-
-
 @dataclass
 class BlockState:
     """Parameters and optimizer state of a block, to build a store from."""
 
     params: Tensor
     state: dict[str, Any]
-
-
-def spans_of(
-    layout: BlockLayout, numbers: Iterable[int], *, max_bytes: int | None = None
-) -> list[Span]:
-    """Merge neighbouring blocks into spans, in order. Only a single block may exceed `max_bytes`."""
-    spans: list[list[Block]] = []
-    for number in sorted(numbers):
-        block = layout.blocks[number]
-        last = spans[-1][-1] if spans else None
-        fits = (
-            last is not None
-            and not layout.whole_tensors
-            and (last.buffer, last.stop) == (block.buffer, block.start)
-            and (
-                max_bytes is None
-                or sum(b.num_bytes for b in spans[-1]) + block.num_bytes <= max_bytes
-            )
-        )
-        if fits:
-            spans[-1].append(block)
-        else:
-            spans.append([block])
-    return [Span(span[0].buffer, span[0].start, span[-1].stop, tuple(span)) for span in spans]
 
 
 class BlockOptimizer:

@@ -39,7 +39,7 @@ from manyhands.errors import (
     WeightsLost,
 )
 from manyhands.hosts.activity import WAITING, Activity
-from manyhands.ps.block_store import FlatTensors, Span, bytes_of
+from manyhands.ps.block_store import FlatTensors, bytes_of
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, StartPermit
 from manyhands.ps.protocol import (
@@ -69,7 +69,7 @@ from manyhands.ps.protocol import (
     Wake,
 )
 from manyhands.ps.requests import ServerRequests
-from manyhands.ps.server_state import travelling
+from manyhands.ps.spans import Span, travelling
 from manyhands.threads import start_thread
 from manyhands.transport import Link, Received
 from manyhands.transport.event_loop import DATA_LINKS, LinkReader, PriorityChannel

@@ -8,7 +8,6 @@ from a server whose replica is here. The functions that change it are in updates
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,8 +21,6 @@ from manyhands.ps.block_store import (
     FlatTensors,
     GradientSums,
     ScheduleClock,
-    Span,
-    spans_of,
 )
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.model_layout import block_state, pieces_of
@@ -31,10 +28,6 @@ from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Decision, Ledger
 from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
-
-SPAN_BYTES = 4 << 20
-"""Maximum bytes of neighbouring blocks in one message: small enough to overlap in a large model. With a
-quarter of it, the small model of the benchmark was a fifth slower."""
 
 
 @dataclass
@@ -210,22 +203,3 @@ class SharedServerState(ServerState):
 
     def _replica_memory(self) -> FlatTensors:
         return FlatTensors.private(self.layout)
-
-
-def message_spans(layout: BlockLayout, numbers: Iterable[int]) -> list[Span]:
-    """Merge blocks into spans for messages."""
-    return spans_of(layout, numbers, max_bytes=SPAN_BYTES)
-
-
-def travelling(placement: Placement, server: str) -> tuple[list[Span], list[str | None]]:
-    """Return the spans in which a server's blocks are sent, and the replica holder of each span."""
-    kept: dict[str | None, list[int]] = defaultdict(list)
-    for block in placement.blocks_of(server):
-        kept[placement.replica_of(block)].append(block.number)
-    spans: list[Span] = []
-    holders: list[str | None] = []
-    for holder, numbers in kept.items():
-        cut = message_spans(placement.layout, numbers)
-        spans += cut
-        holders += [holder] * len(cut)
-    return spans, holders

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.errors import LinkError, ManyhandsError, ProtocolError
-from manyhands.ps.block_store import FlatTensors, Span, bytes_of
+from manyhands.ps.block_store import FlatTensors, bytes_of
 from manyhands.ps.blocks import order_needed
 from manyhands.ps.compensation import Compensation
 from manyhands.ps.mode import PsMode
@@ -46,7 +46,8 @@ from manyhands.ps.protocol import (
     WeightsUnknown,
 )
 from manyhands.ps.recovery_plan import RecoveryPlan
-from manyhands.ps.server_state import ServerState, travelling
+from manyhands.ps.server_state import ServerState
+from manyhands.ps.spans import Span, travelling
 from manyhands.ps.tensor_messages import pack
 from manyhands.transport import Link, Received
 from manyhands.transport.event_loop import DATA_LINKS, LinkReader, PriorityChannel

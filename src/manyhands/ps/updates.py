@@ -37,7 +37,6 @@ from manyhands.ps.block_store import (
     BlockStore,
     FlatTensors,
     GradientSums,
-    Span,
     add_up,
     bytes_of,
     clip_factor,
@@ -55,7 +54,8 @@ from manyhands.ps.protocol import (
     SumHeld,
     SumTaken,
 )
-from manyhands.ps.server_state import HeldBlocks, ServerState, message_spans, travelling
+from manyhands.ps.server_state import HeldBlocks, ServerState
+from manyhands.ps.spans import Span, message_spans, travelling
 from manyhands.transport.event_loop import PriorityChannel
 from manyhands.transport.fields import kind_of
 

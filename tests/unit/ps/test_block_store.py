@@ -28,11 +28,11 @@ from manyhands.ps.block_store import (
     BlockStore,
     FlatTensors,
     add_up,
-    spans_of,
     squared_norm,
 )
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.model_layout import block_state, pieces_of
+from manyhands.ps.spans import spans_of
 
 
 def dealt(count: int, among: int, seed: int) -> list[list[int]]:

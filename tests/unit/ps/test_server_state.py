@@ -13,7 +13,8 @@ from server_states import OPTIMIZERS, ServerGroup, layout_for, make_train_state
 
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.placement import place
-from manyhands.ps.server_state import SPAN_BYTES, ServerState, message_spans
+from manyhands.ps.server_state import ServerState
+from manyhands.ps.spans import SPAN_BYTES, message_spans
 from manyhands.ps.updates import apply, apply_replica
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from manyhands.errors import LinkClosed, LinkError, ProtocolError
-from manyhands.ps.block_store import FlatTensors, spans_of
+from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.policies import Contribution
 from manyhands.ps.protocol import GradientSpan, NewVersion, PushMessage
 from manyhands.ps.sessions import RemoteSession, WorkerSession
+from manyhands.ps.spans import spans_of
 from manyhands.transport import Link, Listener, connect
 from manyhands.transport.event_loop import DATA_LINKS
 

@@ -19,8 +19,9 @@ from manyhands.errors import LinkError, LinkTimeout
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import Decision, SyncPolicy
 from manyhands.ps.protocol import BETWEEN_SERVERS
-from manyhands.ps.server_state import ServerState, travelling
+from manyhands.ps.server_state import ServerState
 from manyhands.ps.sessions import Peer
+from manyhands.ps.spans import travelling
 from manyhands.ps.updates import MessageExchange, NetworkExchange, UpdatePipeline
 from manyhands.transport import Link, Listener, connect
 
