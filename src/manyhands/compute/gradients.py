@@ -2,7 +2,9 @@
 
 Each micro-batch counts by its weight (its samples, or the job's own weight, such as tokens) relative to the
 weight of the whole step over all workers. So the gradient is that of the mean over the global batch, however
-unequal the shares are.
+unequal the shares are. With `mean_of="share"` it is that of the mean over this worker's share alone.
+
+A loss is computed only in `_loss` and becomes a gradient only in `_backward`.
 
 `WeightsFirst` is for gradients that go over a network. The backward of a linear layer is two matrix products,
 and torch computes the gradient of the input first, because the layers below need it. In the other order,
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +58,7 @@ def gradients(
     train_state: TrainState,
     share: Share,
     *,
+    mean_of: Literal["batch", "share"] = "batch",
     total: Sum | None = None,
     local: Callable[[], AbstractContextManager[object]] = nullcontext,
     ahead: Callable[[float | Tensor, float | Tensor], None] = lambda weight, loss: None,
@@ -63,7 +66,8 @@ def gradients(
     """Compute the gradients of a share; return its weight and the weighted sum of its losses.
 
     Args:
-        total: Adds a weight up over workers, for jobs with their own weights.
+        mean_of: What the gradient is the mean of: the batch of the whole step over all workers, or the share.
+        total: Adds a weight up over workers, for the mean of a batch of a job with its own weights.
         local: Returns a context in which the gradients of a backward pass are not shared yet.
         ahead: Called with the results before the last backward pass.
     """
@@ -77,7 +81,12 @@ def gradients(
         for batch, samples in share.batches
     ]
     mine = sum(weights[1:], weights[0])
-    whole = float(share.total) if own is None else mine if total is None else total(mine)
+    if mean_of == "share":
+        denominator = mine
+    elif own is None:
+        denominator = float(share.total)
+    else:
+        denominator = mine if total is None else total(mine)
     losses: float | Tensor = 0.0
     last = len(share.batches) - 1
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
@@ -85,16 +94,14 @@ def gradients(
             loss = None
             if weight != 0:
                 train_state.tables.batch = batch
-                with train_state.measures.weighted(weight):
-                    loss = train_state.loss(train_state.model, batch)
+                loss = _loss(train_state, batch, weight)
                 losses = losses + loss.detach() * weight
             if index == last:
                 ahead(mine, losses)
             if loss is None:
                 _take_part(train_state)
-                continue
-            factor = weight / whole
-            (loss if isinstance(factor, float) and factor == 1.0 else loss * factor).backward()
+            else:
+                _backward(loss, weight / denominator)
         train_state.activity.ticks += 1
     train_state.tables.batch = None
     return mine, losses
@@ -103,11 +110,21 @@ def gradients(
 def rehearse(train_state: TrainState, share: Share) -> None:
     """Run forward, loss and backward of a share and discard the result."""
     if not isinstance(train_state.model, RowModel):
-        with train_state.measures.weighted(1.0):
-            loss = train_state.loss(train_state.model, share.batches[0][0])
-        loss.backward()
+        _backward(_loss(train_state, share.batches[0][0], 1.0), 1.0)
     train_state.optimizer.zero_grad(set_to_none=True)
     train_state.tables.forget()
+
+
+def _loss(train_state: TrainState, batch: Any, weight: float | Tensor) -> Tensor:
+    """Run the forward pass of a micro-batch. Autocast, where it is wanted, belongs around this."""
+    with train_state.measures.weighted(weight):
+        return train_state.loss(train_state.model, batch)
+
+
+def _backward(loss: Tensor, part: float | Tensor) -> None:
+    """Add the gradients of this part of the mean loss to those of the parameters. A loss scale, where it is
+    wanted, is one more factor of the part."""
+    (loss if isinstance(part, float) and part == 1.0 else loss * part).backward()
 
 
 def row_seed(train_state: TrainState, share: Share, index: int) -> int:

@@ -91,6 +91,29 @@ def test_unequal_parts_give_the_gradient_of_the_whole(
     assert loss / weight == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_the_mean_of_a_share_is_that_of_its_samples_alone(
+    make_job: Any, accumulate: int, own_weights: bool
+) -> None:
+    extra = {"loss": weighted_loss, "weight": weight_of} if own_weights else {}
+    job = make_job(model=model, accumulate=accumulate, **extra)
+
+    def never(mine: Any) -> Any:
+        raise AssertionError("no worker needs another's weight for the mean of its own share")
+
+    for train_state, share in parts_of(job, [5]):
+        weight, _ = gradients(train_state, share, mean_of="share", total=never)
+        alone = TrainState.of(job, device="cpu", num_steps=1)
+        batch = [torch.cat(parts) for parts in zip(*(b for b, _ in share.batches), strict=True)]
+        job.loss(alone.model(batch[0]), batch).backward()
+        for ours, theirs in zip(
+            train_state.model.parameters(), alone.model.parameters(), strict=True
+        ):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert float(weight) == (float(batch[2].sum()) if own_weights else share.samples)
+
+
 def test_every_micro_batch_but_the_last_is_local(make_job: Any) -> None:
     entered = []
 
