@@ -18,7 +18,7 @@ from __future__ import annotations
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -37,7 +37,8 @@ from manyhands.contract import Context, Joined, Learner, StepReport, Strategy
 from manyhands.control.messages import Portion
 from manyhands.coordinator.leases import Leases
 from manyhands.embeddings.local_tables import LocalTables
-from manyhands.errors import ClusterError, JobError, SpecError, UsageError
+from manyhands.embeddings.modules import RowModel
+from manyhands.errors import ClusterError, JobError, UsageError
 from manyhands.hosts.devices import device_id, pick_device
 from manyhands.hosts.discovery import detect
 from manyhands.hosts.me import Me
@@ -45,8 +46,13 @@ from manyhands.hosts.scratch import Scratch
 from manyhands.hosts.spec import EVALUATOR
 from manyhands.hosts.view import Seat, View
 from manyhands.job import Job
+from manyhands.pairs import FP32, OWN_LOOP, ROW_MODEL, TABLES, Feature
 from manyhands.ranges import shares, split
+from manyhands.strategies.pairs import check_pairs
 from manyhands.strategies.registry import make_strategy
+
+OWN: Mapping[Feature, str] = {OWN_LOOP: "mh.join()", FP32: "float32"}
+"""What is combined with any strategy here."""
 
 
 class Hands:
@@ -103,9 +109,19 @@ class Hands:
             clip_norm=clip_norm,
             tables=LocalTables.of(model, seed=self._seed),
         )
+        self._check_model(self._train_state)
         self._learner = self._strategy.build(Context(self._train_state, self._me))
         self._joined = self._learner.on_view(self._me.view)
         return model, optimizer
+
+    def _check_model(self, train_state: TrainState) -> None:
+        """Refuse a strategy that the model can't be combined with."""
+        given, model = dict(OWN), train_state.model
+        if specs := train_state.tables.specs:
+            given[TABLES] = f"a model with sparse tables ({', '.join(specs)})"
+        if isinstance(model, RowModel):
+            given[ROW_MODEL] = f"{type(model).__name__}, which changes rows itself,"
+        check_pairs(self._strategy, given, workers=self.world)
 
     def batches(
         self,
@@ -191,17 +207,8 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             "only workers, one per process. Use  manyhands train JOB."
         )
     config = make_strategy(strategy)
+    check_pairs(config, OWN, workers=world)
     config.check(world)
-    if config.traits.needs_coordinator:
-        raise SpecError(
-            f"{config.name} needs a coordinator, which only `manyhands train` has. Write a Job, or use  "
-            'mh.join("allreduce").'
-        )
-    if config.traits.wraps:
-        raise SpecError(
-            f"{config.name} builds the optimizer after it has laid the model out, and prepare() gets both. "
-            'Write a Job, or use  mh.join("allreduce").'
-        )
     mine = pick_device(device, place.local_rank or 0)
     seats = tuple(
         # The others are assumed to be like this one.

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from manyhands.errors import SpecError
+from manyhands.pairs import ELASTIC, OWN_LOOP, SERVERS, SHRINKING, Refusal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,10 +77,6 @@ class Traits:
     """If true, the job can shrink: no worker is the only holder of any state."""
     equals_single: bool = True
     """If true, the weights are those of one worker with the same batches, up to the order of sums."""
-    updates_whole_batches: bool = True
-    """If true, an update is made of a whole global batch, so a larger batch means fewer updates."""
-    needs_coordinator: bool = False
-    """If true, members find each other through the coordinator, so `mh.join()` refuses the strategy."""
     shares_memory: bool = False
     """If true, members share the memory of one host, and a run that starts inside a host stays there."""
     wraps: bool = False
@@ -94,11 +91,31 @@ class Strategy(ABC):
     """The config half. Each field is an option of the spec, and its docstring is the option's help."""
 
     name: ClassVar[str]
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ()
+    """Options with which it can be combined with more or less than with its defaults."""
 
     @property
     def traits(self) -> Traits:
         """The facts about this strategy with these options."""
         return Traits()
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """What it can't be combined with, with these options, and why. A subclass adds its own to these,
+        which follow from its traits."""
+        traits = self.traits
+        found = []
+        if not traits.elastic:
+            why = "its workers restart from the last checkpoint if one dies"
+            found += [Refusal(ELASTIC, why), Refusal(SHRINKING, why)]
+        elif not traits.can_shrink:
+            found.append(Refusal(SHRINKING, "each worker holds state that no other has"))
+        if not traits.dedicated_servers:
+            found.append(Refusal(SERVERS, "it has no servers", instead="ps:async"))
+        if traits.wraps:
+            why = "it lays the model out before the optimizer is built, and prepare() gets both"
+            found.append(Refusal(OWN_LOOP, why))
+        return tuple(found)
 
     def check(self, workers: int) -> None:
         """Raise SpecError, with a remedy, if the strategy can't work with this number of workers."""

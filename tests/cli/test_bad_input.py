@@ -82,7 +82,8 @@ def fails(
                 "--chaos",
                 "kill worker",
             ],
-            "single does not survive the death of a worker",
+            "does not work with single: its workers restart from the last checkpoint if one dies. "
+            "Use  --strategy allreduce --chaos",
         ),
         (["resume", "no-such-run"], "There is no run no-such-run"),
     ],

@@ -87,7 +87,7 @@ def test_own_loops_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made = sharded_by_hand.ShardedByHand
     monkeypatch.setitem(STRATEGIES, made.name, made)
     with (
-        pytest.raises(SpecError, match="builds the optimizer after it has laid the model out"),
+        pytest.raises(SpecError, match="it lays the model out before the optimizer is built"),
         manyhands.join(made.name, device="cpu"),
     ):
         pass

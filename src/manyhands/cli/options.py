@@ -20,8 +20,19 @@ from manyhands.events.units import parse_time
 from manyhands.hosts.devices import check_device
 from manyhands.hosts.environment import PREFIX, option
 from manyhands.hosts.launchers.local import cores
+from manyhands.hosts.rendezvous import one_host
 from manyhands.hosts.spec import ClusterSpec
 from manyhands.job import PARSED, parse_bool
+from manyhands.pairs import (
+    ACCUMULATION,
+    ELASTIC,
+    FP32,
+    HOSTS,
+    SCALING,
+    TRUST,
+    Feature,
+)
+from manyhands.strategies.pairs import check_pairs
 from manyhands.strategies.registry import make_strategy
 
 ParseText = Callable[[str], Any]
@@ -243,6 +254,7 @@ def resolve_options(
         resolved.sources["strategy"]["value"] = spec
     config = make_strategy(spec)
     minimum, count = _num_workers(resolved, config, cluster, elsewhere=elsewhere)
+    check_pairs(config, _features(resolved, settings, cluster), workers=count)
     # Hosts differ in their number of cores: 0 lets each host decide. Ray needs a number.
     share = 0 if cluster is not None else 1 if elsewhere else max(1, cores() // count)
     threads = resolved.get("threads", share, int, least=min(1, share))
@@ -268,11 +280,33 @@ def resolve_options(
         max_time_s=resolved.get("max_time", None, parse_time),
         stuck_after_s=0.0 if debug else stuck_after,  # a debugger stops the worker for any time
         equal_shares=resolved.get("equal_shares", False, parse_bool),
-        scaling=_scaling(resolved, config, count),
+        scaling=_scaling(resolved, count),
         trust_network=resolved.get("trust_network", False, parse_bool),
         chaos=_chaos(resolved.get("chaos", None), config, count),
         debug=debug,
     )
+
+
+def _features(
+    resolved: Resolved, settings: Mapping[str, str], cluster: ClusterSpec | None
+) -> dict[Feature, str]:
+    """Return what is to be combined with the strategy, as far as the command line says it."""
+    given = {FP32: "float32"}
+    if (
+        cluster is not None
+        and len({e.host for e in cluster.entries} - {""}) > 1
+        and not one_host(cluster)
+    ):
+        given[HOSTS] = f"a run on the hosts of {cluster.source}"
+    if (rule := resolved.get("scale_batch", NONE)) != NONE:
+        given[SCALING] = f"--scale-batch {rule}"
+    if (chaos := resolved.get("chaos", None)) is not None:
+        given[ELASTIC] = f'--chaos "{chaos}"'
+    if resolved.get("trust_network", False, parse_bool):
+        given[TRUST] = "--trust-network"
+    if settings.get("accumulate", "1") != "1":
+        given[ACCUMULATION] = f"--set accumulate={settings['accumulate']}"
+    return given
 
 
 def fit_debug(arguments: argparse.Namespace) -> None:
@@ -311,7 +345,7 @@ def _num_workers(
     return minimum[0] if minimum else 1, count
 
 
-def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
+def _scaling(resolved: Resolved, workers: int) -> Scaling:
     rule = resolved.get("scale_batch", NONE)
     reference = resolved.get("scale_reference", workers, int, least=1)
     warmup = resolved.get("scale_warmup", WARMUP, int, least=0)
@@ -326,13 +360,6 @@ def _scaling(resolved: Resolved, config: Strategy, workers: int) -> Scaling:
                 f"{flag} {sources[name]['value']}: nothing is scaled. Add  --scale-batch {LINEAR}  or  "
                 f"--scale-batch {SQRT}."
             )
-    if rule != NONE and not config.traits.updates_whole_batches:
-        raise UsageError(
-            f"--scale-batch {rule}: with {config.name} each worker's push is already an update of its own: "
-            "more workers make more updates, not larger ones. Set the size of a push with  --set "
-            "batch_size=...  (of all workers together), and the learning rate with it, or use a synchronous "
-            f"strategy:  --strategy ps:sync --scale-batch {rule}"
-        )
     if sources["scale_reference"]["from"] == "default":
         # A resumed run may have another number of workers: the reference stays that of the first start.
         sources["scale_reference"]["from"] = "the first start"
@@ -344,9 +371,7 @@ def _chaos(text: str | None, config: Strategy, workers: int) -> FaultSpec | None
         return None
     chaos = parse_chaos(text)
     servers = config.servers_for(workers)
-    check(
-        chaos, strategy=config.name, elastic=config.traits.elastic, workers=workers, servers=servers
-    )
+    check(chaos, workers=workers, servers=servers)
     return chaos
 
 

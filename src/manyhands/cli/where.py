@@ -19,6 +19,7 @@ from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
 from manyhands.contract import Strategy
 from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.errors import ManyhandsError, UsageError, check_choice
+from manyhands.events.units import plural
 from manyhands.hosts.connect import check_only_coordinator
 from manyhands.hosts.discovery import detect, one_of_several
 from manyhands.hosts.key import no_key, read_key
@@ -29,6 +30,8 @@ from manyhands.hosts.rendezvous import connect_address, listening_address, one_h
 from manyhands.hosts.spec import COORDINATOR, EVALUATOR, ClusterSpec
 from manyhands.hosts.timeouts import Timeouts
 from manyhands.hosts.view import WORKER
+from manyhands.pairs import SERVERS
+from manyhands.strategies.pairs import check_pairs
 from manyhands.strategies.registry import make_strategy
 from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 from manyhands.transport import Authority, parse_address
@@ -261,12 +264,8 @@ def fit_strategy(text: str, cluster: ClusterSpec) -> str:
     number = cluster.num_servers
     if not number:
         return text
-    config, spec = make_strategy(text), parse_spec(text)
-    if not config.traits.dedicated_servers:
-        raise UsageError(
-            f"{cluster.source} names {number} parameter servers, and {config.name} has none. Use "
-            "--strategy ps:async, ps:sync, ps:ssp or ps:backup, or leave the servers out."
-        )
+    spec, named = parse_spec(text), f"{plural(number, 'parameter server')} in {cluster.source}"
+    check_pairs(make_strategy(text), {SERVERS: named}, workers=1)
     given = spec.strategy.options
     wanted: dict[str, Value] = {"placement": "dedicated", "servers": number}
     for name, value in wanted.items():

@@ -24,16 +24,11 @@ INSTEAD = (
 )
 
 
-def use_tls(credentials: Credentials | None) -> None:
+def use_tls(credentials: Credentials) -> None:
     """Use TLS for all gloo groups of this process from now on; raise SpecError if that is not possible."""
     import torch
     import torch.distributed as dist
 
-    if credentials is None:
-        raise SpecError(
-            "allreduce(tls=true) needs the certificates that  manyhands train  gives its workers: not with "
-            "--trust-network, and not in mh.join(). Remove one of them."
-        )
     os.environ[TRANSPORT] = TLS
     for name, variable in FILES.items():
         os.environ[f"{TRANSPORT}_{TLS}_{variable}"] = _nameless_file(getattr(credentials, name))

@@ -17,7 +17,7 @@ from manyhands.collectives import gloo_tls
 from manyhands.collectives.group import CONNECT_S, Group, GroupLimits, TorchGroup
 from manyhands.collectives.lone_worker import LoneWorker
 from manyhands.collectives.reachability import check_connections, check_view, exchange
-from manyhands.errors import SpecError
+from manyhands.hosts.view import gpu_each
 
 if TYPE_CHECKING:
     from manyhands.hosts.me import Me
@@ -33,10 +33,7 @@ def join_group(me: Me, view: View) -> Group:
     if view.world == 1:
         return LoneWorker()
     backend = backend_for(view)
-    if backend == "nccl" and gloo_tls.in_use():
-        raise SpecError(
-            f"allreduce(tls=true): these workers have GPUs, and NCCL has no TLS. {gloo_tls.INSTEAD}"
-        )
+    assert backend == "gloo" or not gloo_tls.in_use(), "NCCL has no TLS"
     if backend == "nccl":
         torch.cuda.set_device(me.device)
     store = _store(me, view)
@@ -66,8 +63,7 @@ def join_group(me: Me, view: View) -> Group:
 
 def backend_for(view: View) -> str:
     """Choose NCCL if every worker has a GPU of its own, otherwise gloo (which can also share a GPU)."""
-    gpus = [seat.device_id for seat in view.workers if seat.device.startswith("cuda")]
-    return "nccl" if len(set(gpus)) == view.world else "gloo"
+    return "nccl" if gpu_each(view.workers) else "gloo"
 
 
 def _gather_at(store: dist.Store, me: Me, view: View) -> bool:

@@ -21,7 +21,6 @@ from manyhands.compute.train_state import TrainState
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import num_bytes, pack_into, unpack
 from manyhands.embeddings.table_stores import EVICT_EVERY
-from manyhands.errors import SpecError
 from manyhands.hosts.view import View
 
 
@@ -46,12 +45,7 @@ class TableSync(ABC):
 class ReplicatedTables(TableSync):
     def __init__(self, train_state: TrainState, view: View, group: Group) -> None:
         super().__init__(train_state, view, group)
-        if isinstance(train_state.model, RowModel):
-            raise SpecError(
-                f"allreduce with {view.world} workers adds up gradients, and "
-                f"{type(train_state.model).__name__} changes rows itself. Use  --strategy ps:async  or  "
-                "--strategy 'allreduce(tables=shared)'."
-            )
+        assert not isinstance(train_state.model, RowModel), "there are no gradients to add up"
 
     def step(self, lr: float, now: int) -> int:
         grads = self._tables.take()
@@ -68,12 +62,7 @@ class ReplicatedTables(TableSync):
 class SharedTables(TableSync):
     def __init__(self, train_state: TrainState, view: View, group: Group) -> None:
         super().__init__(train_state, view, group)
-        if not view.one_host:
-            hosts = ", ".join(sorted({seat.host for seat in view.seats}))
-            raise SpecError(
-                f"allreduce(tables=shared) shares memory inside one host, and there are {hosts}. "
-                "Use  tables=replicated  or a strategy of the ps: family."
-            )
+        assert view.one_host, "memory is shared inside one host"
         self._share_tables()
         self._tables.writers = view.world
 

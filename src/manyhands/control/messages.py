@@ -189,6 +189,8 @@ class WorkerFacts:
     tables: Mapping[str, str]
     measures: list[Measure] = field(default_factory=list)
     """The registered measures, and those of the job."""
+    row_model: str = ""
+    """Name of the model, if it changes rows itself."""
     built: BuiltFacts | None = None
     """None if the worker builds in its first view, and tells then."""
 

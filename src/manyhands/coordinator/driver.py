@@ -42,6 +42,7 @@ from manyhands.events import events
 from manyhands.events.units import plural
 from manyhands.hosts.messages import Beat, Bye, Failed
 from manyhands.runs.checkpoints import Manifest
+from manyhands.strategies.pairs import check_pairs
 from manyhands.threads import describe
 
 POLL_S = 0.1
@@ -131,6 +132,7 @@ class Driver:
         first = self.membership.roster.facts
         for other in facts.values():
             job_checks.check_same(first, other)
+        self._check_job(first)
         saved = self._saved_plan
         config = job_checks.plan_config_of(first, self.options, saved)
         if self._before is not None and self._before.plan is not None:
@@ -157,6 +159,13 @@ class Driver:
             self.stream.notice(note)
 
     def _check_job(self, facts: messages.WorkerFacts) -> None:
+        roster = self.membership.roster
+        features = job_checks.features_of(
+            facts,
+            seats=[r.seat for r in roster.ready.values() if r.facts] if roster.all_ready else (),
+            spans_hosts=self.coordinator.launcher.spans_hosts,
+        )
+        check_pairs(self.options.config, features, workers=self.options.workers)
         job_checks.check_job(
             facts,
             workers=self.options.workers,
@@ -207,7 +216,11 @@ class Driver:
             return
         workers, membership = request.workers, self.membership
         why = job_checks.why_not(
-            workers, membership.views.current.world, self.options, membership.roster.facts
+            workers,
+            membership.views.current.world,
+            self.options,
+            membership.roster.facts,
+            spans_hosts=self.coordinator.launcher.spans_hosts,
         )
         message = f"asked for {plural(workers, 'worker')}" + (
             f", and refused: {why}" if why else ""

@@ -92,13 +92,8 @@ def possible_targets(
     return [name for name in whom if clause.target in (*TARGETS, name)]
 
 
-def check(chaos: FaultSpec, *, strategy: str, elastic: bool, workers: int, servers: int) -> None:
+def check(chaos: FaultSpec, *, workers: int, servers: int) -> None:
     """Refuse faults that could never happen in such a run."""
-    if not elastic:
-        raise UsageError(
-            f'--chaos "{chaos}": {strategy} does not survive the death of a worker: it restarts from its '
-            "last checkpoint. Choose a strategy that does, such as  --strategy allreduce --workers 3."
-        )
     for clause in chaos.clauses:
         role = clause.target.partition("-")[0]
         if role == SERVER and not servers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from manyhands.control.messages import WorkerFacts
@@ -19,7 +19,21 @@ from manyhands.coordinator.plan import PlanConfig
 from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
 from manyhands.errors import JobError, UsageError
 from manyhands.events import events
+from manyhands.hosts.view import Seat, gpu_each
 from manyhands.job_length import EPOCHS, STEPS, parse_interval
+from manyhands.pairs import (
+    ACCUMULATION,
+    ELASTIC,
+    FP32,
+    GPUS,
+    HOSTS,
+    ROW_MODEL,
+    SHRINKING,
+    TABLES,
+    WORKERS,
+    Feature,
+)
+from manyhands.strategies.pairs import refusal_of
 
 
 def check_job(
@@ -89,15 +103,42 @@ def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
             )
 
 
-def why_not(workers: int, present: int, options: RunOptions, facts: WorkerFacts) -> str:
+def features_of(
+    facts: WorkerFacts, *, seats: Collection[Seat] = (), spans_hosts: bool = False
+) -> dict[Feature, str]:
+    """Return what the job and its members combine with the strategy. `seats`: those of all workers, once
+    they are known."""
+    given = {FP32: "float32"}
+    if (number := facts.all_fields.get("accumulate", 1)) != 1:
+        given[ACCUMULATION] = f"accumulate={number}"
+    if facts.tables:
+        given[TABLES] = f"a model with sparse tables ({', '.join(facts.tables)})"
+    if facts.row_model:
+        given[ROW_MODEL] = f"{facts.row_model}, which changes rows itself,"
+    if spans_hosts:
+        given[HOSTS] = "a run on several hosts"
+    if gpu_each(seats):
+        given[GPUS] = "a GPU for each worker"
+    return given
+
+
+def why_not(
+    workers: int,
+    present: int,
+    options: RunOptions,
+    facts: WorkerFacts,
+    *,
+    spans_hosts: bool = False,
+) -> str:
     """Return why the run can't have so many workers, with `present` now; empty if it can."""
     config, samples = options.config, facts.train_samples
     if workers < 1:
         return "at least 1 is needed"
-    if not config.traits.elastic:
-        return f"{options.strategy} keeps the number of workers it started with"
-    if workers < present and not config.traits.can_shrink:
-        return f"with {options.strategy} each worker holds state that no other has"
+    features = {*features_of(facts, spans_hosts=spans_hosts), ELASTIC}
+    features |= {SHRINKING} if workers < present else set()
+    features |= {WORKERS} if workers > 1 else set()
+    if (refusal := refusal_of(config, features)) is not None:
+        return f"{refusal.feature.title} do not work with {options.strategy}: {refusal.why}"
     batch = options.scaling.batch(facts.fields.batch_size, workers)
     if workers > batch:
         return f"they would share a global batch of {batch}"

@@ -6,6 +6,7 @@ among a view's workers, so they are always 0, 1, ... without gaps, while a membe
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 WORKER = "worker"
@@ -22,6 +23,12 @@ class Seat:
     device: str = "cpu"
     device_id: str = "cpu"
     """Identifies the device in the whole cluster: two members with the same id share one device."""
+
+
+def gpu_each(workers: Collection[Seat]) -> bool:
+    """Return whether every worker has a GPU of its own."""
+    gpus = {seat.device_id for seat in workers if seat.device.startswith("cuda")}
+    return len(gpus) == len(workers) > 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from manyhands.contract import Context, DedicatedServer, Learner, Strategy, Traits
 from manyhands.errors import SpecError
+from manyhands.pairs import HOSTS, OWN_LOOP, Refusal
 
 if TYPE_CHECKING:
     from manyhands.ps.mode import PsMode
@@ -19,6 +20,8 @@ DEDICATED = 2
 @dataclass(frozen=True)
 class ParameterServer(Strategy):
     """Options shared by the four strategies."""
+
+    variants = ({"transport": "shm"}, {"replicas": 0})
 
     servers: int | Literal["auto"] = "auto"
     """Number of servers; auto: every worker that would have a block to serve, or two dedicated ones."""
@@ -36,10 +39,17 @@ class ParameterServer(Strategy):
         return Traits(
             elastic=True,
             can_shrink=self.replicas > 0 or self.placement == "dedicated",
-            needs_coordinator=True,
             shares_memory=self.transport != "tcp",
             dedicated_servers=True,
         )
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        meets = "its members find each other through the coordinator of `manyhands train`"
+        found = [*super().refusals, Refusal(OWN_LOOP, meets, instead="allreduce")]
+        if self.transport == "shm":
+            found.append(Refusal(HOSTS, "transport=shm shares the memory of one host"))
+        return tuple(found)
 
     def check(self, workers: int) -> None:
         super().check(workers)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from manyhands.embeddings.modules import RowModel
 from manyhands.embeddings.sparse_grads import SharedGrads
-from manyhands.errors import SpecError
 from manyhands.ps.remote_tables import RemoteTables
 
 if TYPE_CHECKING:
@@ -78,9 +77,7 @@ def row_pushes(node: PsNode) -> RowPushes | None:
     model = node.train_state.model
     if not node.train_state.tables.specs:
         return None
-    if isinstance(model, RowModel) and node.mode.rounds:
-        raise SpecError(
-            f"{node.config.name} adds up gradients, and {type(model).__name__} changes rows itself. "
-            "Use  --strategy ps:async  or  --strategy ps:ssp."
-        )
+    assert not (isinstance(model, RowModel) and node.mode.rounds), (
+        "there are no gradients to add up"
+    )
     return node.transport.row_pushes()

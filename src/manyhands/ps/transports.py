@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from manyhands.embeddings.modules import RowModel, bind
-from manyhands.errors import SpecError
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.remote_tables import RemoteTables
 from manyhands.ps.rounds import Doorbell, RoundTable
@@ -203,11 +202,7 @@ class NetworkTransport(PsTransport):
 
 def choose_transport(node: PsNode, view: View) -> PsTransport:
     transport, me = node.config.transport, node.me
-    if transport == "shm" and me.spans_hosts:
-        raise SpecError(
-            f"{node.config.name}: transport=shm shares memory inside one host, and members may run on "
-            "several here. Use transport=auto."
-        )
+    assert transport != "shm" or not me.spans_hosts, "memory is shared inside one host"
     if transport != "tcp" and view.one_host and not me.spans_hosts:
         return SharedMemoryTransport(node)
     return NetworkTransport(node)

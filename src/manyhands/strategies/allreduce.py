@@ -32,6 +32,7 @@ from manyhands.contract import (
 )
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
 from manyhands.hosts.me import LINK_GRACE_S
+from manyhands.pairs import GPUS, HOSTS, OWN_LOOP, ROW_MODEL, TABLES, TRUST, WORKERS, Refusal
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ LATEST = 2_000
 @dataclass(frozen=True)
 class AllReduce(Strategy):
     name: ClassVar[str] = "allreduce"
+    variants = ({"tables": "shared"}, {"tls": True})
 
     bucket_mb: int = 25
     """Size of a gradient bucket in MiB; between hosts, at most an eighth of the model, so that sending
@@ -70,6 +72,23 @@ class AllReduce(Strategy):
     def traits(self) -> Traits:
         shared = self.tables == "shared"
         return Traits(elastic=True, equals_single=not shared, shares_memory=shared)
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        found = [*super().refusals]
+        if self.tables == "shared":
+            why = "tables=shared keeps the rows in the memory of one host"
+            found.append(Refusal(TABLES, why, along_with=HOSTS))
+            found.append(Refusal(ROW_MODEL, why, along_with=HOSTS))
+        else:
+            why = "it adds up gradients, and there are none"
+            found.append(Refusal(ROW_MODEL, why, instead="ps:async", along_with=WORKERS))
+        if self.tls:
+            why = "tls needs the certificates that `manyhands train` gives its workers"
+            found.append(Refusal(OWN_LOOP, why))
+            found.append(Refusal(TRUST, why))
+            found.append(Refusal(GPUS, "NCCL has no TLS", instead="ps:sync", along_with=WORKERS))
+        return tuple(found)
 
     def needs_keys(self, workers: int) -> bool:
         return self.tls
@@ -108,6 +127,7 @@ class AllReduceLearner(Learner):
         if config.tls:
             from manyhands.collectives.gloo_tls import use_tls
 
+            assert self.me.credentials is not None, "tls needs the coordinator, and no trust"
             use_tls(self.me.credentials)
 
     # Views --------------------------------------------------------------------------------------

@@ -23,15 +23,23 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from manyhands.contract import Traits
 from manyhands.errors import SpecError
+from manyhands.pairs import ROW_MODEL, SCALING, Refusal
 from manyhands.ps.config import ParameterServer
 
 if TYPE_CHECKING:
     from manyhands.ps.mode import PsMode
 
 
+ADDS_UP = Refusal(ROW_MODEL, "its servers add up gradients, and there are none", instead="ps:async")
+
+
 @dataclass(frozen=True)
 class PsSync(ParameterServer):
     name: ClassVar[str] = "ps:sync"
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (*super().refusals, ADDS_UP)
 
     def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
@@ -55,9 +63,15 @@ class PsAsync(ParameterServer):
 
     @property
     def traits(self) -> Traits:
-        return replace(
-            super().traits, lockstep=False, equals_single=False, updates_whole_batches=False
+        return replace(super().traits, lockstep=False, equals_single=False)
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        why = (
+            "each push is an update of its own, so more workers make more updates, not larger ones "
+            "(--set batch_size=N sets the size of a push, for all workers together)"
         )
+        return (*super().refusals, Refusal(SCALING, why, instead="ps:sync"))
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -115,6 +129,10 @@ class PsBackup(ParameterServer):
     @property
     def traits(self) -> Traits:
         return replace(super().traits, lockstep=False, equals_single=False)
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return (*super().refusals, ADDS_UP)
 
     def check(self, workers: int) -> None:
         super().check(workers)

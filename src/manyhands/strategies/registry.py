@@ -57,6 +57,16 @@ def make_strategy(text: str) -> Strategy:
     return cls(**_options(cls, spec.strategy))
 
 
+def spec_of(config: Strategy) -> str:
+    """Return the shortest spec that makes this config."""
+    changed = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default
+    }
+    return str(SpecPart(config.name, changed))
+
+
 def _no_strategy(name: str) -> str:
     """Say what to type instead."""
     there = f"There are: {', '.join(STRATEGIES)}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from manyhands.contract import Context, Joined, Learner, StepReport, Strategy, Traits
-from manyhands.errors import SpecError
+from manyhands.pairs import WORKERS, Refusal
 
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
@@ -22,13 +22,10 @@ class Single(Strategy):
     def traits(self) -> Traits:
         return Traits(default_workers=1)
 
-    def check(self, workers: int) -> None:
-        super().check(workers)
-        if workers > 1:
-            raise SpecError(
-                f"single trains with one worker, and --workers is {workers}. "
-                f"Use  --strategy allreduce --workers {workers}  or  --workers 1."
-            )
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        alone = Refusal(WORKERS, "it trains with one worker", instead="allreduce")
+        return (alone, *super().refusals)
 
     def build(self, context: Context) -> Learner:
         return SingleLearner(context)

@@ -33,6 +33,7 @@ from manyhands.compute.loaders import Loaders
 from manyhands.compute.seeds import seed_compute
 from manyhands.contract import Context, Joined, Strategy
 from manyhands.control import messages
+from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.activity import EVALUATING, LOADING, SAVING
 from manyhands.hosts.devices import describe_device, device_id, pick_device
@@ -108,6 +109,7 @@ class Worker:
             unit=self.job.unit(),
             tables={name: t.describe() for name, t in state.tables.specs.items()},
             measures=[*registered().values(), *state.measures.declared.values()],
+            row_model=type(state.model).__name__ if isinstance(state.model, RowModel) else "",
             built=self.built.facts,
         )
         self.member.send(messages.Ready(self.me.view.seats[0], facts))

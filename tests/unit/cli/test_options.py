@@ -130,7 +130,7 @@ def test_scaling_refers_to_the_workers_of_the_first_start() -> None:
         (["--scale-warmup", "5"], "--scale-warmup 5: nothing is scaled. Add  --scale-batch linear"),
         (
             ["--scale-batch", "linear", "--strategy", "ps:async"],
-            "with ps:async each worker's push is already",
+            "linear does not work with ps:async: each push is an update of its own",
         ),
         (["--scale-batch", "linear", "--strategy", "ps:ssp"], "--strategy ps:sync --scale-batch l"),
     ],

@@ -42,8 +42,3 @@ def test_gloo_can_read_key_and_certificates() -> None:
     for name, variable in gloo_tls.FILES.items():
         with open(os.environ[f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{variable}"]) as file:
             assert file.read() == getattr(credentials, name)
-
-
-def test_tls_needs_certificates() -> None:
-    with pytest.raises(SpecError, match=r"not with --trust-network, and not in mh\.join"):
-        gloo_tls.use_tls(None)

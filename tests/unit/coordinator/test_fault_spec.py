@@ -119,22 +119,19 @@ def test_an_error_shows_what_to_write(text: str, wanted: str) -> None:
     assert wanted in str(caught.value)
 
 
-def refusal(text: str, *, elastic: bool = True, workers: int = 3, servers: int = 0) -> str:
+def refusal(text: str, *, workers: int = 3, servers: int = 0) -> str:
     with pytest.raises(UsageError) as caught:
-        check(parse_chaos(text), strategy="mine", elastic=elastic, workers=workers, servers=servers)
+        check(parse_chaos(text), workers=workers, servers=servers)
     return str(caught.value)
 
 
 def test_impossible_faults_are_refused() -> None:
-    assert "mine does not survive the death of a worker" in refusal(
-        "pause worker 1s", elastic=False
-    )
     assert "--workers 3" in refusal("kill worker", workers=2)
     assert "--workers 3" in refusal("kill worker-1", workers=2)
     assert "this run has no dedicated servers" in refusal("pause server-0 1s")
     assert "two servers" in refusal("kill server", servers=1)
     fine = parse_chaos("pause worker 1s; cut link; kill server; kill member")
-    check(fine, strategy="mine", elastic=True, workers=2, servers=2)
+    check(fine, workers=2, servers=2)
 
 
 names = st.integers(0, 5)

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shortest import spec_of
 
 from manyhands.errors import SpecError
 from manyhands.ps.config import DEDICATED, ParameterServer
 from manyhands.ps.policies import AsyncPolicy, BackupPolicy, Policy, SspPolicy, SyncPolicy
 from manyhands.ps.staleness import RULES
-from manyhands.strategies.registry import STRATEGIES, make_strategy
+from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
 
 NAMES = [name for name in STRATEGIES if name.startswith("ps:")]
 
