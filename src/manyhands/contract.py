@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from manyhands.errors import SpecError
-from manyhands.pairs import ELASTIC, OWN_LOOP, SERVERS, SHRINKING, Refusal
+from manyhands.pairs import ELASTIC, OWN_LOOP, SERVERS, SHRINKING, Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -100,21 +100,21 @@ class Strategy(ABC):
         return Traits()
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
+    def unsupported(self) -> tuple[Unsupported, ...]:
         """What it can't be combined with, with these options, and why. A subclass adds its own to these,
         which follow from its traits."""
         traits = self.traits
         found = []
         if not traits.elastic:
             why = "its workers restart from the last checkpoint if one dies"
-            found += [Refusal(ELASTIC, why), Refusal(SHRINKING, why)]
+            found += [Unsupported(ELASTIC, why), Unsupported(SHRINKING, why)]
         elif not traits.can_shrink:
-            found.append(Refusal(SHRINKING, "each worker holds state that no other has"))
+            found.append(Unsupported(SHRINKING, "each worker holds state that no other has"))
         if not traits.dedicated_servers:
-            found.append(Refusal(SERVERS, "it has no servers", instead="ps:async"))
+            found.append(Unsupported(SERVERS, "it has no servers", instead="ps:async"))
         if traits.wraps:
             why = "it lays the model out before the optimizer is built, and prepare() gets both"
-            found.append(Refusal(OWN_LOOP, why))
+            found.append(Unsupported(OWN_LOOP, why))
         return tuple(found)
 
     def check(self, workers: int) -> None:

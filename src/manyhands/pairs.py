@@ -1,7 +1,7 @@
 """What a run can combine with its strategy, and how a strategy refuses it. Pure data.
 
 A `Feature` is what a job, a command line or a cluster adds to a strategy: several hosts, sparse tables, a
-codec, a precision. Each strategy declares in its own file what it refuses and why (`Strategy.refusals`). A
+codec, a precision. Each strategy declares in its own file what it refuses and why (`Strategy.unsupported`). A
 codec or a precision works only where it was shown to: it declares the strategies that it works with. All else
 works together. strategies/pairs.py checks a run against this, and makes the table in the documentation.
 
@@ -32,12 +32,12 @@ class Feature:
     """What to type to do without it; empty if that is not the run's to choose."""
     works_with: tuple[str, ...] | None = None
     """Names of the strategies that it was shown to work with; None: all that do not refuse it."""
-    refusals: tuple[Refusal, ...] = ()
+    unsupported: tuple[Unsupported, ...] = ()
     """What the feature itself can't be combined with."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class Unsupported:
     """A feature that a strategy, or another feature, can't be combined with."""
 
     feature: Feature

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from manyhands.contract import Context, DedicatedServer, Learner, Strategy, Traits
 from manyhands.errors import SpecError
-from manyhands.pairs import HOSTS, OWN_LOOP, Refusal
+from manyhands.pairs import HOSTS, OWN_LOOP, Unsupported
 
 if TYPE_CHECKING:
     from manyhands.ps.mode import PsMode
@@ -44,11 +44,11 @@ class ParameterServer(Strategy):
         )
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
+    def unsupported(self) -> tuple[Unsupported, ...]:
         meets = "its members find each other through the coordinator of `manyhands train`"
-        found = [*super().refusals, Refusal(OWN_LOOP, meets, instead="allreduce")]
+        found = [*super().unsupported, Unsupported(OWN_LOOP, meets, instead="allreduce")]
         if self.transport == "shm":
-            found.append(Refusal(HOSTS, "transport=shm shares the memory of one host"))
+            found.append(Unsupported(HOSTS, "transport=shm shares the memory of one host"))
         return tuple(found)
 
     def check(self, workers: int) -> None:

@@ -32,7 +32,7 @@ from manyhands.contract import (
 )
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
 from manyhands.hosts.me import LINK_GRACE_S
-from manyhands.pairs import GPUS, HOSTS, OWN_LOOP, ROW_MODEL, TABLES, TRUST, WORKERS, Refusal
+from manyhands.pairs import GPUS, HOSTS, OWN_LOOP, ROW_MODEL, TABLES, TRUST, WORKERS, Unsupported
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
@@ -74,20 +74,22 @@ class AllReduce(Strategy):
         return Traits(elastic=True, equals_single=not shared, shares_memory=shared)
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        found = [*super().refusals]
+    def unsupported(self) -> tuple[Unsupported, ...]:
+        found = [*super().unsupported]
         if self.tables == "shared":
             why = "tables=shared keeps the rows in the memory of one host"
-            found.append(Refusal(TABLES, why, along_with=HOSTS))
-            found.append(Refusal(ROW_MODEL, why, along_with=HOSTS))
+            found.append(Unsupported(TABLES, why, along_with=HOSTS))
+            found.append(Unsupported(ROW_MODEL, why, along_with=HOSTS))
         else:
             why = "it adds up gradients, and there are none"
-            found.append(Refusal(ROW_MODEL, why, instead="ps:async", along_with=WORKERS))
+            found.append(Unsupported(ROW_MODEL, why, instead="ps:async", along_with=WORKERS))
         if self.tls:
             why = "tls needs the certificates that `manyhands train` gives its workers"
-            found.append(Refusal(OWN_LOOP, why))
-            found.append(Refusal(TRUST, why))
-            found.append(Refusal(GPUS, "NCCL has no TLS", instead="ps:sync", along_with=WORKERS))
+            found.append(Unsupported(OWN_LOOP, why))
+            found.append(Unsupported(TRUST, why))
+            found.append(
+                Unsupported(GPUS, "NCCL has no TLS", instead="ps:sync", along_with=WORKERS)
+            )
         return tuple(found)
 
     def needs_keys(self, workers: int) -> bool:

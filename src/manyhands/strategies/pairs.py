@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 from manyhands.contract import Strategy, Traits
 from manyhands.errors import SpecError
-from manyhands.pairs import KINDS, OWN_LOOP, WORKERS, Feature, Refusal, features
+from manyhands.pairs import KINDS, OWN_LOOP, WORKERS, Feature, Unsupported, features
 from manyhands.strategies.registry import STRATEGIES, spec_of
 
 Given = Mapping[Feature, str]
@@ -40,16 +40,16 @@ def check_pairs(config: Strategy, given: Given, *, workers: int) -> None:
     raise SpecError(f"{typed} does not work with {spec_of(config)}: {refusal.why}.{use}")
 
 
-def refusal_of(config: Strategy, given: Collection[Feature]) -> Refusal | None:
+def refusal_of(config: Strategy, given: Collection[Feature]) -> Unsupported | None:
     """Return the first reason why a strategy can't be combined with these features, if there is one."""
-    of_strategy = config.refusals
+    of_strategy = config.unsupported
     for feature in features():
         if feature not in given:
             continue
         if feature.works_with is not None and config.name not in feature.works_with:
             works = ", ".join(feature.works_with)
-            return Refusal(feature, f"it was only shown to work with {works}")
-        for refusal in (*of_strategy, *(r for other in given for r in other.refusals)):
+            return Unsupported(feature, f"it was only shown to work with {works}")
+        for refusal in (*of_strategy, *(r for other in given for r in other.unsupported)):
             along = refusal.along_with
             if refusal.feature == feature and (along is None or along in given):
                 return refusal
@@ -99,19 +99,19 @@ def _distance(config: Strategy, other: Strategy) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
+class StrategyRow:
     """A strategy, with its defaults or in a variant, and what of all features it refuses."""
 
     spec: str
     config: Strategy
-    refused: Mapping[Feature, Refusal]
+    refused: Mapping[Feature, Unsupported]
     """By feature, with several workers if need be."""
 
 
-def rows() -> list[Row]:
+def rows() -> list[StrategyRow]:
     """Return the whole table: each strategy with its defaults, followed by its variants."""
     return [
-        Row(spec, config, _refused(config))
+        StrategyRow(spec, config, _refused(config))
         for cls in STRATEGIES.values()
         for spec, config in _rows_of(cls)
     ]
@@ -123,9 +123,9 @@ def _rows_of(cls: type[Strategy]) -> Iterator[tuple[str, Strategy]]:
         yield spec_of(config), config
 
 
-def _refused(config: Strategy) -> dict[Feature, Refusal]:
+def _refused(config: Strategy) -> dict[Feature, Unsupported]:
     alone = {f: r for f in features() if (r := refusal_of(config, [f])) is not None}
-    pairs = {r.feature: r for r in config.refusals if r.along_with is not None}
+    pairs = {r.feature: r for r in config.unsupported if r.along_with is not None}
     return {**pairs, **alone}
 
 
@@ -151,14 +151,14 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(refusal: Refusal | None, notes: dict[str, int]) -> str:
+def _cell(refusal: Unsupported | None, notes: dict[str, int]) -> str:
     if refusal is None:
         return "yes"
     number = notes.setdefault(_sentence(refusal), len(notes) + 1)
     return f"{'no' if refusal.along_with is None else 'partly'} ({number})"
 
 
-def _sentence(refusal: Refusal) -> str:
+def _sentence(refusal: Unsupported) -> str:
     why = refusal.why[0].upper() + refusal.why[1:]
     return (
         f"{why}."
@@ -167,7 +167,7 @@ def _sentence(refusal: Refusal) -> str:
     )
 
 
-def _differences(base: Row, row: Row) -> Iterator[str]:
+def _differences(base: StrategyRow, row: StrategyRow) -> Iterator[str]:
     """Yield what a variant works with and its strategy does not, and the other way round."""
     for feature in features():
         before, after = base.refused.get(feature), row.refused.get(feature)

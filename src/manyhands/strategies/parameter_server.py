@@ -23,14 +23,16 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from manyhands.contract import Traits
 from manyhands.errors import SpecError
-from manyhands.pairs import ROW_MODEL, SCALING, Refusal
+from manyhands.pairs import ROW_MODEL, SCALING, Unsupported
 from manyhands.ps.config import ParameterServer
 
 if TYPE_CHECKING:
     from manyhands.ps.mode import PsMode
 
 
-ADDS_UP = Refusal(ROW_MODEL, "its servers add up gradients, and there are none", instead="ps:async")
+ADDS_UP = Unsupported(
+    ROW_MODEL, "its servers add up gradients, and there are none", instead="ps:async"
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class PsSync(ParameterServer):
     name: ClassVar[str] = "ps:sync"
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        return (*super().refusals, ADDS_UP)
+    def unsupported(self) -> tuple[Unsupported, ...]:
+        return (*super().unsupported, ADDS_UP)
 
     def mode(self, clip_norm: float | None) -> PsMode:
         from manyhands.ps.mode import PsMode
@@ -66,12 +68,12 @@ class PsAsync(ParameterServer):
         return replace(super().traits, lockstep=False, equals_single=False)
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
+    def unsupported(self) -> tuple[Unsupported, ...]:
         why = (
             "each push is an update of its own, so more workers make more updates, not larger ones "
             "(--set batch_size=N sets the size of a push, for all workers together)"
         )
-        return (*super().refusals, Refusal(SCALING, why, instead="ps:sync"))
+        return (*super().unsupported, Unsupported(SCALING, why, instead="ps:sync"))
 
     def check(self, workers: int) -> None:
         super().check(workers)
@@ -131,8 +133,8 @@ class PsBackup(ParameterServer):
         return replace(super().traits, lockstep=False, equals_single=False)
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        return (*super().refusals, ADDS_UP)
+    def unsupported(self) -> tuple[Unsupported, ...]:
+        return (*super().unsupported, ADDS_UP)
 
     def check(self, workers: int) -> None:
         super().check(workers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from manyhands.contract import Context, Joined, Learner, StepReport, Strategy, Traits
-from manyhands.pairs import WORKERS, Refusal
+from manyhands.pairs import WORKERS, Unsupported
 
 if TYPE_CHECKING:
     from manyhands.compute.feed import Share
@@ -23,9 +23,9 @@ class Single(Strategy):
         return Traits(default_workers=1)
 
     @property
-    def refusals(self) -> tuple[Refusal, ...]:
-        alone = Refusal(WORKERS, "it trains with one worker", instead="allreduce")
-        return (alone, *super().refusals)
+    def unsupported(self) -> tuple[Unsupported, ...]:
+        alone = Unsupported(WORKERS, "it trains with one worker", instead="allreduce")
+        return (alone, *super().unsupported)
 
     def build(self, context: Context) -> Learner:
         return SingleLearner(context)

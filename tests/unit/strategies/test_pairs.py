@@ -22,9 +22,9 @@ from manyhands.coordinator.options import RunOptions
 from manyhands.errors import SpecError
 from manyhands.hosts.spec import COORDINATOR, ClusterSpec, Entry
 from manyhands.hosts.view import SERVER, WORKER, Seat
-from manyhands.pairs import CODEC, WORKERS, Feature, Refusal
+from manyhands.pairs import CODEC, WORKERS, Feature, Unsupported
 from manyhands.strategies import pairs as table
-from manyhands.strategies.pairs import Row, check_pairs, nearest, refusal_of
+from manyhands.strategies.pairs import StrategyRow, check_pairs, nearest, refusal_of
 from manyhands.strategies.registry import make_strategy
 from manyhands.transport.fields import read
 
@@ -111,7 +111,9 @@ def try_it(spec: str, feature: Feature, *also: Feature | None) -> None:
 @pytest.mark.parametrize(
     ("row", "refusal"), [pytest.param(*c, id=f"{c[0].spec}-{c[1].feature.name}") for c in REFUSED]
 )
-def test_a_refused_pair_is_refused_with_one_that_works(row: Row, refusal: Refusal) -> None:
+def test_a_refused_pair_is_refused_with_one_that_works(
+    row: StrategyRow, refusal: Unsupported
+) -> None:
     feature, also = refusal.feature, refusal.along_with
     with pytest.raises(SpecError) as caught:
         try_it(row.spec, feature, also)
@@ -127,7 +129,7 @@ def test_a_refused_pair_is_refused_with_one_that_works(row: Row, refusal: Refusa
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
-def test_what_is_not_refused_is_accepted(row: Row) -> None:
+def test_what_is_not_refused_is_accepted(row: StrategyRow) -> None:
     for feature in {*FLAGS, *JOBS, pairs.HOSTS, pairs.GPUS, pairs.SHRINKING} - row.refused.keys():
         try_it(row.spec, feature)
 
@@ -141,7 +143,7 @@ def test_a_codec_works_only_with_what_it_was_shown_to(monkeypatch: pytest.Monkey
             "one bit",
             "`+ tiny`",
             works_with=("allreduce",),
-            refusals=(Refusal(pairs.OWN_LOOP, "it has no residuals there"),),
+            unsupported=(Unsupported(pairs.OWN_LOOP, "it has no residuals there"),),
         )
     )
     assert refusal_of(make_strategy("allreduce"), [codec]) is None
