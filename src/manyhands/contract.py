@@ -8,7 +8,7 @@ The **learner** (`Learner`) is what the config builds inside each worker. Its li
 
     build(context)              once: the model, and what this member knows about itself
     wrap(model)                 lay the model out; its optimizer and schedule are built after this
-    restore(state)              when resuming
+    restore(states)             when resuming, and when a worker that leaves hands its state over
     repeat:
         on_view(view) -> Joined     the members have changed: connect to the peers
         step(share) -> StepReport   many times; in lockstep every worker does the same steps,
@@ -16,7 +16,7 @@ The **learner** (`Learner`) is what the config builds inside each worker. Its li
         drain()                     wait until every step so far is known to be in the weights or not;
                                     before the following calls
         eval_model()                a context with the model to evaluate
-        snapshot() -> State         the learner's own state, for a checkpoint
+        snapshot() -> State         the learner's own state, for a checkpoint or a worker that stays
         rest()                      there is no more work until the others are done
         interrupt()                 from another thread: the next view is coming
     close()                     disconnect from the peers
@@ -36,7 +36,7 @@ A strategy never starts processes (hosts/) and never lays out bytes (transport/)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,7 +74,10 @@ class Traits:
     elastic: bool = False
     """If true, the survivors of a death keep their processes and weights, and training continues."""
     can_shrink: bool = True
-    """If true, the job can shrink: no worker is the only holder of any state."""
+    """If true, the job can shrink: no worker is the only holder of any weights."""
+    holds_state: bool = False
+    """If true, each worker holds state that no other has. Every worker writes its own to a checkpoint, and a
+    worker that leaves hands its own over. That of a worker that dies is lost; one that joins has none."""
     equals_single: bool = True
     """If true, the weights are those of one worker with the same batches, up to the order of sums."""
     shares_memory: bool = False
@@ -309,17 +312,29 @@ class Learner(ABC):
 
     @contextmanager
     def eval_model(self) -> Iterator[nn.Module]:
-        """Return a context with the model to evaluate. After it, the model has the weights that it trains."""
+        """Return a context with the model to evaluate. After it, the model has the weights that it trains,
+        also if the evaluation is interrupted: give them back in a `finally`."""
         yield self.train_state.model
 
     def snapshot(self) -> State:
         """Bring model and optimizer up to date for a checkpoint, and return the state that the learner keeps
-        besides them. Called on the worker that writes it."""
+        besides them.
+
+        Called on the first worker, which writes the weights; with `Traits.holds_state` on every worker, and
+        on one alone that is about to leave: such a strategy can't wait for its peers here.
+        """
         return {}
 
-    def restore(self, state: State) -> None:
-        """Take over what `snapshot` returned."""
-        assert not state, f"{type(self).__name__} keeps no state and got {list(state)}"
+    def restore(self, states: Sequence[State]) -> None:
+        """Take over what `snapshot` returned on one or more workers. Not called if there is nothing to take
+        over.
+
+        All workers get the state of the first one. With `Traits.holds_state` each state goes to one worker
+        instead: when resuming on fewer workers some get several, on more some get none. Later, a worker gets
+        that of one that leaves, and has a state of its own by then: it adds up, merges or appends.
+        """
+        names = [name for state in states for name in state]
+        raise AssertionError(f"{type(self).__name__} keeps no state and got {names}")
 
     def close(self) -> AppliedSteps | None:
         """Disconnect from the peers. Returns what is in the weights at the end, if this member knows."""

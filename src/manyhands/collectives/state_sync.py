@@ -39,14 +39,15 @@ class SyncResult:
 def agree(
     group: Group,
     train_state: TrainState,
-    learner: Learner,
+    learner: Learner | None,
     *,
     version: int,
     agreed: bool,
     tables: bool,
     may_wait: bool = False,
 ) -> SyncResult:
-    """Bring all workers to the state of the furthest.
+    """Bring all workers to the state of the furthest, that of the learner included. `learner`: None, if each
+    worker holds a state of its own and keeps it.
 
     If `tables` is true, they are a part of it, not in memory that all workers share. If `may_wait` is true
     and only new workers lack the state, nothing is sent: that can be done while the others train.
@@ -67,7 +68,7 @@ def agree(
     elif any(each != best for each in ranks):
         state = {}
         if group.rank == source:
-            state = gather_state(train_state, learner.snapshot())
+            state = gather_state(train_state, learner.snapshot() if learner else {})
             if tables:
                 state["tables"] = train_state.tables.state_dict()
         state = _send(state, group, source)

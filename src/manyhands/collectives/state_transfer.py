@@ -120,7 +120,10 @@ class KeptUpdate:
 class StateReceiver:
     """Fetches the state of the others in a thread, and keeps the updates that they make meanwhile."""
 
-    def __init__(self, me: Me, view: View, train_state: TrainState, learner: Learner) -> None:
+    def __init__(
+        self, me: Me, view: View, train_state: TrainState, learner: Learner | None
+    ) -> None:
+        """`learner`: None, if each worker holds a state of its own: a new one has none."""
         self._me, self._view = me, view
         self._train_state, self._learner = train_state, learner
         self._kept: list[KeptUpdate] = []

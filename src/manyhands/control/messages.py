@@ -57,7 +57,10 @@ class Assignment:
     spans_hosts: bool = False
     """If true, members may run on several hosts, now or later."""
     saves: bool = False
-    """If true, it writes the checkpoints for as long as it lives."""
+    """If true, it writes to checkpoints for as long as it lives."""
+    takes: tuple[Count, Positive] = (0, 1)
+    """(first, every how many): of the states in the checkpoint that workers held alone, those that it takes
+    over."""
 
 
 @dataclass(slots=True)

@@ -1,17 +1,20 @@
 """Tracks checkpoints from order to commit: a written one counts once every step up to it is committed.
 
 A checkpoint that can't be written is reported and forgotten; training continues, and nothing already
-saved is touched. The run fails only if the last one does. A checkpoint whose writer dies is void. One
-whose weights are not finite is not written at all.
+saved is touched. The run fails only if the last one does. One whose weights are not finite is not
+written at all.
+
+The first worker writes the weights. If each worker holds state that no other has, all of them write: a
+checkpoint counts when all have reported, and is void if one of them dies before.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from manyhands.control.messages import Saved
+from manyhands.control.messages import Saved, Saving
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import Checkpoint, TrainingPlan
 from manyhands.errors import CheckpointError
@@ -25,12 +28,31 @@ from manyhands.runs.folder import RunFolder
 @dataclass
 class ExpectedCheckpoint:
     order: Checkpoint
-    writer: str
+    view: int
+    """The view in which it was ordered."""
+    writers: Sequence[str]
+    """In rank order: the first one writes the weights."""
     workers: int
-    started: bool = False
-    """If true, the writer has copied the state: it can be written whatever happens to the weights now."""
-    report: Saved | None = None
-    """Set once it is written."""
+    copied: set[str] = field(default_factory=set)
+    """Writers that have copied the state: they can write it whatever happens to it now."""
+    reports: dict[str, Saved] = field(default_factory=dict)
+    """Of the writers that have written."""
+
+    @property
+    def started(self) -> bool:
+        return self.copied.issuperset(self.writers)
+
+    @property
+    def written(self) -> bool:
+        return self.reports.keys() >= set(self.writers)
+
+    def can_come(self, members: Collection[str], *, unstarted: bool = False) -> bool:
+        """Return whether it can be written if only these members are left. If `unstarted` is true, also by
+        those that have not copied the state yet."""
+        return all(
+            name in self.reports or (name in members and (unstarted or name in self.copied))
+            for name in self.writers
+        )
 
 
 class CheckpointTracker:
@@ -40,6 +62,7 @@ class CheckpointTracker:
         self._run = run
         self._stream = stream
         self._options = options
+        self._holds_state = options.config.traits.holds_state
         self._expected: dict[int, ExpectedCheckpoint] = {}
         self._lost: set[int] = set()
         self.newest = f"checkpoints/{newest.name}" if newest else None
@@ -52,7 +75,7 @@ class CheckpointTracker:
 
     @property
     def unstarted(self) -> bool:
-        """If true, a checkpoint was ordered whose writer has not copied the state yet."""
+        """If true, a checkpoint was ordered of which a writer has not copied the state yet."""
         return any(not expected.started for expected in self._expected.values())
 
     def under_way(self, members: Collection[str], *, unstarted: bool = False) -> list[int]:
@@ -61,52 +84,58 @@ class CheckpointTracker:
         return [
             step
             for step, expected in self._expected.items()
-            if (expected.started or unstarted)
-            and expected.report is None
-            and expected.writer in members
+            if not expected.written and expected.can_come(members, unstarted=unstarted)
         ]
 
-    def expect(self, order: Checkpoint, *, writer: str, workers: int) -> None:
-        self._expected[order.step] = ExpectedCheckpoint(order, writer, workers)
+    def expect(self, order: Checkpoint, *, view: int, workers: Sequence[str]) -> None:
+        writers = workers if self._holds_state else workers[:1]
+        self._expected[order.step] = ExpectedCheckpoint(order, view, writers, len(workers))
         self._lost.discard(order.step)
 
-    def started(self, member: str, step: int) -> None:
-        expected = self._expected.get(step)
-        if expected is not None and expected.writer == member:
-            expected.started = True
+    def started(self, member: str, report: Saving) -> None:
+        expected = self._expected.get(report.step)
+        if expected is not None and expected.view == report.view:
+            expected.copied.add(member)
 
-    def written(self, member: str, step: int, report: Saved) -> None:
-        expected = self._expected.get(step)
-        if expected is not None and expected.writer == member:
-            expected.report = report
-        else:  # void
-            folder = checkpoints.partial(self._run.path, step, member)
-            shutil.rmtree(folder, ignore_errors=True)
+    def written(self, member: str, report: Saved) -> None:
+        expected = self._expected.get(report.step)
+        if expected is None or member not in expected.writers:  # void
+            self._remove(report.step, member)
+        elif expected.view == report.view:
+            expected.reports[member] = report
+        # Else it was void, and is written again, to the same folder.
 
     def void(self, members: Collection[str]) -> list[int]:
         """Forget the checkpoints that can't come with only these members left. Returns their steps."""
         void = [
             step
             for step, expected in self._expected.items()
-            if expected.report is None and not (expected.started and expected.writer in members)
+            if not expected.written and not expected.can_come(members)
         ]
         for step in void:
-            del self._expected[step]
+            expected = self._expected.pop(step)
+            # Of the others, each still reports, or has written nothing.
+            over = [n for n in expected.writers if n in expected.reports or n not in members]
+            self._remove(step, *over)
         self._lost.update(void)
         return void
 
     def commit_written(self, plan: TrainingPlan) -> None:
         """Make those checkpoints count whose every step is committed."""
         for step, expected in list(self._expected.items()):
-            report = expected.report
-            if report is None or step > plan.committed_step:
+            if not expected.written or step > plan.committed_step:
                 continue
             del self._expected[step]
-            if report.not_finite:
-                self._skip(step, report.not_finite, plan)
+            bad = [report for report in expected.reports.values() if report.error]
+            if bad:
+                self._remove(step, *expected.writers)
+            if bad and bad[0].not_finite:
+                self._skip(step, bad[0].not_finite, plan)
                 continue
             try:
-                self._commit(expected, report)
+                if bad:
+                    raise CheckpointError(bad[0].error)
+                self._commit(expected)
             except CheckpointError as error:
                 self.error = f"The checkpoint of step {step} could not be saved: {error}"
                 last = f"; the last good one is {self.newest}" if self.newest else ""
@@ -130,18 +159,20 @@ class CheckpointTracker:
                 f"The weights of step {step} are not finite ({where}): they are not saved. {last}"
             )
 
-    def _commit(self, expected: ExpectedCheckpoint, report: Saved) -> None:
+    def _commit(self, expected: ExpectedCheckpoint) -> None:
         order = expected.order
-        if report.error:
-            raise CheckpointError(report.error)
+        reports = [expected.reports[name] for name in expected.writers]
         path = checkpoints.commit(
             self._run.path,
             order.step,
-            files={name: vars(facts) for name, facts in report.files.items()},
+            files=[
+                {name: vars(facts) for name, facts in report.files.items()} for report in reports
+            ],
             training_plan=order.state,
             strategy=self._options.strategy,
             workers=expected.workers,
-            writer=expected.writer,
+            writers=expected.writers,
+            holds_state=self._holds_state,
         )
         self.error, self.not_finite = "", None
         self.newest = f"checkpoints/{path.name}"
@@ -149,8 +180,13 @@ class CheckpointTracker:
             events.CheckpointSaved(
                 step=order.step,
                 path=self.newest,
-                bytes=report.bytes,
-                stall_s=report.stall_s,
-                write_s=report.write_s,
+                bytes=sum(report.bytes for report in reports),
+                stall_s=max(report.stall_s for report in reports),
+                write_s=max(report.write_s for report in reports),
             )
         )
+
+    def _remove(self, step: int, *writers: str) -> None:
+        """Delete what these have written of a checkpoint that does not count."""
+        for name in writers:
+            shutil.rmtree(checkpoints.partial(self._run.path, step, name), ignore_errors=True)

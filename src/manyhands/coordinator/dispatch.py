@@ -71,6 +71,7 @@ class Dispatcher(ABC):
     ) -> None:
         self.plan = plan
         self.progress = StepProgress()
+        self._view = 0
         self.workers: tuple[str, ...] = ()
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
@@ -116,9 +117,9 @@ class Dispatcher(ABC):
             yield step
         self.meter.busy(len(self.progress) > 0)
 
-    def saving(self, member: str, step: int) -> None:
-        """Note that the writer has copied the state of a checkpoint."""
-        self._checkpoint_tracker.started(member, step)
+    def saving(self, member: str, report: messages.Saving) -> None:
+        """Note that a writer has copied the state of a checkpoint."""
+        self._checkpoint_tracker.started(member, report)
 
     def evaluated(self) -> None:
         """Called when all workers have evaluated."""
@@ -142,6 +143,7 @@ class Dispatcher(ABC):
             self.throughput.note(member, samples, row.compute_s)
 
     def _set_members(self, view: View) -> None:
+        self._view = view.number
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
         self.finishing = None
@@ -156,9 +158,7 @@ class Dispatcher(ABC):
             case Evaluate(step, epoch):
                 self._dispatch_evaluation(step, epoch)
             case Checkpoint(step):
-                self._checkpoint_tracker.expect(
-                    order, writer=self.workers[0], workers=len(self.workers)
-                )
+                self._checkpoint_tracker.expect(order, view=self._view, workers=self.workers)
                 self.send_workers(messages.CheckpointOrder(step))
             case Stop(reason):
                 self.finish(reason)
@@ -307,12 +307,12 @@ class WorkQueueDispatcher(Dispatcher):
             self._time(member, row)
             self.progress.add(member, row)
 
-    def saving(self, member: str, step: int) -> None:
-        super().saving(member, step)
+    def saving(self, member: str, report: messages.Saving) -> None:
+        super().saving(member, report)
         barrier = self._barrier
         if (
             isinstance(barrier, Checkpoint)
-            and barrier.step == step
+            and barrier.step == report.step
             and not self._checkpoint_tracker.unstarted
         ):
             self._lift()

@@ -61,9 +61,9 @@ class Roster:
         """Return whether it sees the run folder and has weights to save: a new member has none."""
         return self._coordinator.members[member].handle.sees_run and member not in self.new
 
-    def start(self, role: str, place: int, *, saves: bool = False) -> None:
-        """Start one of the first members. `saves`: it writes the checkpoints for as long as it lives."""
-        self._start(role, place, replace(self._assignment, saves=saves))
+    def start(self, role: str, place: int, *, saves: bool, takes: tuple[int, int]) -> None:
+        """Start one of the first members. `saves`, `takes`: as in its assignment."""
+        self._start(role, place, replace(self._assignment, saves=saves, takes=takes))
 
     def start_new(self, role: str, place: int) -> None:
         """Start a member while the others train."""

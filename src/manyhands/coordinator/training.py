@@ -152,9 +152,9 @@ class Training:
             case messages.Left(applied=AppliedSteps(pushes=pushes)) if pushes:
                 self._run_stats.pushes = dict(pushes)
             case messages.Saving():
-                self.dispatcher.saving(member, report.step)
+                self.dispatcher.saving(member, report)
             case messages.Saved():
-                self._checkpoint_tracker.written(member, report.step, report)
+                self._checkpoint_tracker.written(member, report)
                 self._checkpoint_tracker.commit_written(self.plan)
 
     def _stop_in_time(self) -> None:

@@ -48,11 +48,13 @@ class WorkerPool:
         return self._coordinator.launcher.has_room(workers, servers)
 
     def start_first(self) -> None:
-        launcher = self._coordinator.launcher
+        launcher, holds_state = self._coordinator.launcher, self._options.config.traits.holds_state
         for role, number in ((WORKER, self._options.workers), (SERVER, self._options.servers)):
+            num_now = min(number, launcher.slots(role))
             for place in range(number):
-                if launcher.slots(role):
-                    self._roster.start(role, place, saves=role == WORKER and place == 0)
+                if place < num_now:
+                    saves = role == WORKER and (place == 0 or holds_state)
+                    self._roster.start(role, place, saves=saves, takes=(place, num_now))
                 else:
                     self._waiting.append((role, place))
 

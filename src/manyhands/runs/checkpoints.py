@@ -3,9 +3,11 @@
     checkpoints/.step-120.worker-0.partial/    being written by that member
     checkpoints/step-120/      complete: renamed after its manifest, the last file, was on disk
         __0_0.distcp, .metadata        by torch.distributed.checkpoint: model, optimizer, scheduler
+        members/1/, members/2/, ...    the same format: state that only the worker of that rank had
         manifest.json                  sizes and CRC-32 of the files, and the state of the training plan
 
-A folder without a manifest, or with files that differ from the manifest, is never loaded.
+The state that the first worker held alone is beside the weights. A folder without a manifest, or with files
+that differ from the manifest, is never loaded.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Manifest:
     training_plan: Mapping[str, Any]
     strategy: str
     workers: int
+    states: int = 0
+    """Number of workers whose own state it holds; 0: they held none, or the same."""
 
     @property
     def name(self) -> str:
@@ -51,6 +55,11 @@ def final(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step}"
 
 
+def member_folder(checkpoint: Path, rank: int) -> Path:
+    """Return the folder with the state that only the worker of this rank had; not of the first."""
+    return checkpoint / "members" / str(rank)
+
+
 def checkpoint_step(folder: str | Path) -> int:
     """Return the step of a checkpoint from the name of its folder."""
     return int(Path(folder).name.removeprefix("step-"))
@@ -60,24 +69,39 @@ def commit(
     run: Path,
     step: int,
     *,
-    files: Mapping[str, Mapping[str, Any]],
+    files: Sequence[Mapping[str, Mapping[str, Any]]],
     training_plan: Mapping[str, Any],
     strategy: str,
     workers: int,
-    writer: str = "",
+    writers: Sequence[str] = ("",),
+    holds_state: bool = False,
 ) -> Path:
-    """Commit a written checkpoint: write the manifest, then rename the folder."""
-    source, target = partial(run, step, writer), final(run, step)
+    """Commit a written checkpoint: put together what its writers have written, write the manifest, and rename
+    the folder.
+
+    `files`: of each writer. If `holds_state` is true, each has written a state that it held alone.
+    """
+    source, target = partial(run, step, writers[0]), final(run, step)
+    all_files = dict(files[0])
+    for rank, own in enumerate(files[1:], 1):
+        folder = member_folder(source, rank).relative_to(source)
+        all_files |= {str(folder / name): facts for name, facts in own.items()}
     manifest = {
         "format": FORMAT,
         "step": step,
         "time": time.time(),
         "strategy": strategy,
         "workers": workers,
+        "states": len(writers) if holds_state else 0,
         "course": dict(training_plan),
-        "files": dict(files),
+        "files": all_files,
     }
     try:
+        for rank, writer in enumerate(writers[1:], 1):
+            folder = member_folder(source, rank)
+            folder.parent.mkdir(exist_ok=True)
+            os.rename(partial(run, step, writer), folder)
+            sync_folder(folder.parent)
         write_json(source / MANIFEST, manifest)
         if target.exists():
             # Atomically, so that a kill leaves one of the two, never none.
@@ -101,6 +125,11 @@ def steps(run: Path) -> list[int]:
 
 def verify(path: Path) -> Manifest:
     """Check all files of a checkpoint and return its manifest."""
+    return read_manifest(path, verify=True)
+
+
+def read_manifest(path: Path, *, verify: bool = False) -> Manifest:
+    """Return the manifest of a checkpoint. If `verify` is true, check its files."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except OSError as error:
@@ -113,24 +142,31 @@ def verify(path: Path) -> Manifest:
                 f"{path} was written by a newer manyhands (format {manifest['format']}, "
                 f"this one reads up to {FORMAT})."
             )
-        for name, facts in manifest["files"].items():
-            size = (path / name).stat().st_size
-            if size != facts["bytes"]:
-                raise CheckpointError(
-                    f"{path / name} has {size:,} bytes and should have {facts['bytes']:,}."
-                )
-            if not _is_intact(path / name, facts):
-                raise CheckpointError(
-                    f"{path / name} is damaged: its checksum is not the one written."
-                )
+        _check_files(path, manifest["files"] if verify else {})
         return Manifest(
-            path, manifest["step"], manifest["course"], manifest["strategy"], manifest["workers"]
+            path,
+            manifest["step"],
+            manifest["course"],
+            manifest["strategy"],
+            manifest["workers"],
+            int(manifest.get("states", 0)),
         )
     except OSError as error:
         raise CheckpointError(f"{path} is not a complete checkpoint: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{path / MANIFEST} is not a manifest: {problem}") from error
+
+
+def _check_files(path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, facts in files.items():
+        size = (path / name).stat().st_size
+        if size != facts["bytes"]:
+            raise CheckpointError(
+                f"{path / name} has {size:,} bytes and should have {facts['bytes']:,}."
+            )
+        if not _is_intact(path / name, facts):
+            raise CheckpointError(f"{path / name} is damaged: its checksum is not the one written.")
 
 
 def newest(run: Path) -> tuple[Manifest | None, list[str]]:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from manyhands.contract import Learner, State
 from manyhands.errors import CheckpointError
 from manyhands.runs import safe_reader, table_files
-from manyhands.runs.checkpoints import facts_of, partial
+from manyhands.runs.checkpoints import facts_of, member_folder, partial
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.encoding import from_pairs, to_pairs
 from manyhands.runs.table_files import INDEX, Chain, SavableTables, TableFilePart
@@ -74,24 +74,28 @@ class Saver:
         self._spare: list[torch.Tensor] = []
         """The copies of the last checkpoint, whose memory is reused."""
 
-    def start(self, step: int, trained: Trained, own: State) -> None:
-        """Save the state of a step. `own`: the learner's snapshot."""
+    def start(self, step: int, trained: Trained | None, own: State, *, view: int = 0) -> None:
+        """Save the state of a step. `trained`: None, if another worker writes it. `own`: the learner's
+        snapshot. `view`: for the outcome."""
         assert self._thread is None or not self._thread.is_alive(), "one checkpoint at a time"
         started = time.perf_counter()
         _load()  # not in the writing thread, which would slow down steps
         state = gather_state(trained, own, spare=self._spare)
         self._spare = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
         rows = None
-        if trained.tables.specs and self._run.exists():
-            folder = partial(self._run, step, self._writer)
-            rows = table_files.copy_rows(folder, self._run, trained.tables, self._chain)
-        trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
-        weights = set(trains) - self.infinite
+        weights: set[str] = set()
+        if trained is not None:
+            if trained.tables.specs and self._run.exists():
+                folder = partial(self._run, step, self._writer)
+                rows = table_files.copy_rows(folder, self._run, trained.tables, self._chain)
+            trains = [n for n, p in trained.model.named_parameters() if p.requires_grad]
+            weights = set(trains) - self.infinite
         stall_s = time.perf_counter() - started
+        which = {"step": step, "view": view}
         self._thread = start_thread(
-            *(self._save, step, state, rows, weights, stall_s),
+            *(self._save, which, state, rows, weights, stall_s),
             name="saver",
-            on_error=lambda error: self._on_done({"step": step, "error": _reason(error)}),
+            on_error=lambda error: self._on_done({**which, "error": _reason(error)}),
         )
 
     def finish(self, *, timeout_s: float | None = None) -> None:
@@ -101,13 +105,13 @@ class Saver:
 
     def _save(
         self,
-        step: int,
+        which: dict[str, int],
         state: dict[str, Any],
         rows: TableFilePart | None,
         weights: Collection[str],
         stall_s: float,
     ) -> None:
-        started = time.perf_counter()
+        started, step = time.perf_counter(), which["step"]
         folder = partial(self._run, step, self._writer)
         try:
             if not self._run.exists():  # a folder on another host's disk would be useless
@@ -115,7 +119,7 @@ class Saver:
                     f"{self._writer} runs on {socket.gethostname()}, where there is no folder {self._run}; "
                     "keep runs on a file system that all hosts share"
                 )
-            copied = {name: t for name, t in state["model"].items() if name in weights}
+            copied = {name: t for name, t in state.get("model", {}).items() if name in weights}
             if bad := not_finite(copied, rows):
                 raise NotFiniteError(bad)
             files = write_state(folder, state, needed=0 if rows is None else _num_bytes(rows.rows))
@@ -125,7 +129,7 @@ class Saver:
                 files |= self._chain.facts
                 files[INDEX] = facts_of(folder / INDEX)
             outcome = {
-                "step": step,
+                **which,
                 "files": files,
                 "bytes": sum(facts["bytes"] for facts in files.values()),
                 "stall_s": stall_s,
@@ -137,7 +141,7 @@ class Saver:
             if rows is not None:
                 self._chain = Chain()
                 rows.discard()
-            outcome = {"step": step, "error": _reason(error)}
+            outcome = {**which, "error": _reason(error)}
             if isinstance(error, NotFiniteError):
                 outcome["not_finite"] = error.names
         self._on_done(outcome)
@@ -172,10 +176,12 @@ def _load() -> None:
 
 
 def gather_state(
-    trained: Trained, own: State, *, spare: Sequence[torch.Tensor] = ()
+    trained: Trained | None, own: State, *, spare: Sequence[torch.Tensor] = ()
 ) -> dict[str, Any]:
-    """Copy everything that resume needs of this member to the CPU: into `spare` where it fits. `own`: the
-    learner's snapshot."""
+    """Copy everything that resume needs of this member to the CPU: into `spare` where it fits.
+
+    `trained`: None, if others have it. `own`: the learner's snapshot.
+    """
     there = iter(spare)
 
     def copied(leaf: Any) -> Any:
@@ -186,14 +192,15 @@ def gather_state(
             return leaf.detach().to("cpu", copy=True)
         return target.copy_(leaf.detach())
 
-    state = {
-        "model": dense_state(trained.model),
-        "optimizer": optimizer_state(trained.model, trained.optimizer),
-        "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
-        "schedule": trained.schedule_state,
-        "learner": own,
-    }
-    return tree_map(copied, state)
+    state: dict[str, Any] = {}
+    if trained is not None:
+        state = {
+            "model": dense_state(trained.model),
+            "optimizer": optimizer_state(trained.model, trained.optimizer),
+            "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
+            "schedule": trained.schedule_state,
+        }
+    return tree_map(copied, {**state, "learner": own})
 
 
 def write_state(
@@ -260,18 +267,28 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def load_state(folder: str | Path, trained: Trained, learner: Learner | None) -> dict[str, Any]:
-    """Load a checkpoint into the model, the optimizer, the scheduler and the learner (None: skip its state).
-    Returns its state, with tables as SavedTables."""
+def load_state(folder: str | Path, trained: Trained) -> dict[str, Any]:
+    """Load a checkpoint into the model, the optimizer and the scheduler. Returns its state, with tables as
+    SavedTables."""
     state = open_state(Path(folder))
     try:
-        put_state(state, trained, learner)
+        put_state(state, trained, None)
     except (KeyError, RuntimeError, ValueError) as error:
         raise CheckpointError(
             f"{folder} does not fit this job: {error}\nHas the model or the optimizer of the job "
             "changed since? Resume with the job file as it was, or start a new run."
         ) from error
     return state
+
+
+def learner_states(folder: Path, state: Mapping[str, Any], ranks: Iterable[int]) -> list[State]:
+    """Return what the learners of these ranks have saved in a checkpoint. `state`: what `load_state`
+    returned; that of the first worker is in it."""
+    found = (
+        (open_state(member_folder(folder, rank)) if rank else state).get("learner")
+        for rank in ranks
+    )
+    return [each for each in found if each]
 
 
 def put_state(
@@ -282,8 +299,8 @@ def put_state(
     load_optimizer_state(trained.model, trained.optimizer, state["optimizer"])
     if trained.scheduler is not None and state["scheduler"]:
         trained.scheduler.load_state_dict(state["scheduler"])
-    if learner is not None:
-        learner.restore(state.get("learner", {}))
+    if learner is not None and (own := state.get("learner")):
+        learner.restore([own])
     saved = state.get("tables", {})
     if tables and (saved or trained.tables.specs):  # raises if they are not the job's
         trained.tables.load_state_dict(saved)

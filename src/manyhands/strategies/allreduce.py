@@ -164,7 +164,7 @@ class AllReduceLearner(Learner):
         self._group = join_group(self.me, view)
         known = agree(
             self._group,
-            *(self.train_state, self),
+            *(self.train_state, self._with_shared_state),
             version=self._version,
             agreed=self._agreed,
             tables=not shared,
@@ -194,11 +194,18 @@ class AllReduceLearner(Learner):
         from manyhands.runs.saver import gather_state
 
         if self.me.rank == source:
-            self._state_sender = StateSender(
-                self.me, view, gather_state(self.train_state, self.snapshot()), num_new=len(new)
-            )
+            learner = self._with_shared_state
+            state = gather_state(self.train_state, learner.snapshot() if learner else {})
+            self._state_sender = StateSender(self.me, view, state, num_new=len(new))
         elif self.me.rank in new:
-            self._state_receiver = StateReceiver(self.me, view, self.train_state, self)
+            self._state_receiver = StateReceiver(
+                *(self.me, view, self.train_state, self._with_shared_state)
+            )
+
+    @property
+    def _with_shared_state(self) -> Learner | None:
+        """This learner, unless each worker holds a state of its own, which it keeps."""
+        return None if self._config.traits.holds_state else self
 
     def _catch_up(self, *, wait_s: float = 0.0) -> bool:
         """Switch to the weights of the others, if the state has arrived. Returns whether it has."""

@@ -10,6 +10,8 @@ A worker builds at once, while the others do the same. If the strategy lays the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from manyhands.compute.evaluation import EvalSamples, evaluate
@@ -19,10 +21,13 @@ from manyhands.compute.seeds import seed_loading
 from manyhands.compute.train_state import TrainState, begin_with
 from manyhands.contract import Learner
 from manyhands.control.messages import Assignment, BuiltFacts
+from manyhands.errors import CheckpointError
 from manyhands.job import Job, load_job
 from manyhands.job_length import steps_per_epoch, total_steps
-from manyhands.runs.checkpoints import checkpoint_step
-from manyhands.runs.saver import load_state
+from manyhands.runs.checkpoints import checkpoint_step, read_manifest
+from manyhands.runs.saver import learner_states, load_state
+from manyhands.strategies.registry import make_strategy
+from manyhands.strategies.spec import parse_spec
 
 
 class BuiltJob:
@@ -44,6 +49,7 @@ class BuiltJob:
         self.facts: BuiltFacts | None = None
         """None until `build`."""
         self._laid_out = False
+        self._restored = False
 
     def build(self, learner: Learner | None = None, *, loads: bool = True) -> None:
         """Build what trains the model, for its layout in this view.
@@ -72,11 +78,41 @@ class BuiltJob:
     def _load(self, learner: Learner | None, num_steps: int) -> None:
         assignment, state = self._assignment, self.train_state
         if folder := assignment.checkpoint:
-            saved = load_state(folder, state, learner)
+            saved = load_state(folder, state)
             step = checkpoint_step(folder)
             state.resume(saved, step=step, num_steps=num_steps, mode=assignment.schedule)
+            if learner is not None:
+                self._restore(learner, Path(folder), saved)
         elif assignment.init_from:
             begin_with(assignment.init_from, state, self.job)
+
+    def _restore(self, learner: Learner, folder: Path, saved: Mapping[str, Any]) -> None:
+        """Give the learner what those of the saved run kept, if they were of the same strategy."""
+        spec, manifest = self._assignment.strategy, read_manifest(folder)
+        config, before = make_strategy(spec), parse_spec(manifest.strategy)
+        ranks: Sequence[int] = (0,)
+        if config.traits.holds_state:
+            first, every = self._assignment.takes
+            ranks = range(first, manifest.states, every)
+        fits = (config.name, config.traits.holds_state) == (
+            before.strategy.name,
+            manifest.states > 0,
+        )
+        if not fits:
+            if saved.get("learner") or manifest.states > 1:
+                self.train_state.notes.append(
+                    f"{spec} does not use what the workers of {before} kept besides the weights"
+                )
+            return
+        states = [] if self._restored else learner_states(folder, saved, ranks)
+        self._restored = True  # it keeps its state if all is built again
+        if states:
+            try:
+                learner.restore(states)
+            except (KeyError, RuntimeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{folder} was saved by {before} and does not fit {spec}: {error}"
+                ) from error
 
     def _try_metrics(self) -> list[str]:
         """Return the names of the metrics, from a small evaluation: errors in it show before training."""

@@ -6,7 +6,7 @@
         TrainOrder       for each step: share of the data -> learner.step -> report (reporter.py)
         RestOrder        nothing to do before the others are done, too
         EvaluateOrder    this worker's part of the evaluation data
-        CheckpointOrder  rank 0 copies the state and writes it while training continues
+        CheckpointOrder  copy the state and write it while training continues: rank 0 the weights
         StopOrder        finish what is being saved
         LeaveOrder       all have stopped: no member needs this worker any more
 
@@ -84,8 +84,8 @@ class Worker:
         seat = Seat(member.name, member.host, device=device, device_id=device_id(device))
         self.me = member.me(seat)
         self.learner = strategy.build(Context(self.train_state, self.me))
-        self._wraps = strategy.traits.wraps
-        if not self._wraps:
+        self._traits = strategy.traits
+        if not self._traits.wraps:
             self._build()
         member.on_view = self._on_new_view
         member.before_exit = lambda: self.saver.finish(timeout_s=member.timeouts.stop_s)
@@ -206,7 +206,7 @@ class Worker:
         self.reporter.flush()
         self.me.view = view
         self._share_cores(view)
-        if self._wraps:
+        if self._traits.wraps:
             self._build()
         joined = self.learner.on_view(view)
         if joined.rescued is not None:
@@ -221,7 +221,7 @@ class Worker:
             placement=joined.placement,
             catching_up=joined.catching_up,
             whole_steps=joined.whole_steps,
-            built=self.built.facts if self._wraps else None,
+            built=self.built.facts if self._traits.wraps else None,
         )
 
     def _train(self, portions: Sequence[messages.Portion], agenda: Agenda) -> None:
@@ -294,20 +294,22 @@ class Worker:
 
     def _checkpoint(self, step: int) -> None:
         self._drain()
-        if self.me.rank == 0:
+        first = self.me.rank == 0
+        if first or self._traits.holds_state:
             with self.member.activity.during(SAVING):
                 self.saver.finish()
             self.train_state.tables.now = step  # others may have come further than this worker
             own = self.learner.snapshot()
             with self.member.activity.during(SAVING):
-                self.saver.start(step, self.train_state, own)
+                trained = self.train_state if first else None
+                self.saver.start(step, trained, own, view=self.me.view.number)
             # From here on the weights may change.
             self.reporter.send(messages.Saving, step=step)
 
     def _saved(self, outcome: dict[str, Any]) -> None:
         """Called in the thread that writes, so that it is reported even if this worker waits or fails."""
         with suppress(LinkError):  # the coordinator is gone
-            self.member.send(read(messages.Saved, {"view": self.reporter.view, **outcome}))
+            self.member.send(read(messages.Saved, outcome))
 
     def _rehearse(self) -> None:
         """Do everything but train: one sample through the loss, backward and the metrics."""

@@ -1,7 +1,8 @@
 """Makes the strategies of this folder known to every process that has it on its PYTHONPATH."""
 
 from sharded_by_hand import ShardedByHand
+from worker_state import Averaged, Counted
 
 from manyhands.strategies.registry import STRATEGIES
 
-STRATEGIES[ShardedByHand.name] = ShardedByHand
+STRATEGIES |= {strategy.name: strategy for strategy in (ShardedByHand, Counted, Averaged)}

@@ -17,10 +17,12 @@ from manyhands.control.messages import (
     TO_MEMBER,
     CheckpointOrder,
     EvaluateOrder,
+    FileFacts,
     Order,
     Portion,
     RestOrder,
     Saved,
+    Saving,
     StepRow,
     StopOrder,
     TrainOrder,
@@ -70,7 +72,8 @@ class SimulatedWorkers:
         self._rows: dict[str, list[StepRow]] = {}
         self._pushed: dict[int, dict[str, Portion]] = {}
         self._evaluated: set[str] = set()
-        self._writing: tuple[str, int] | None = None
+        self.writing: dict[str, tuple[int, int]] = {}
+        """By worker: the step and view of the checkpoint that it writes."""
         self._number = 0
         self._names = 0
         self.view(self.newcomers(workers))
@@ -90,8 +93,8 @@ class SimulatedWorkers:
         self._commit()
         self._number += 1
         seats = tuple(Seat(name, "here") for name in names)
-        if self._writing is not None and self._writing[0] not in names:
-            self._writing = None
+        for gone in self.writing.keys() - set(names):
+            del self.writing[gone]
         self._agendas = {name: deque() for name in names}
         self._rows = {name: [] for name in names}
         self._pushed, self._evaluated = {}, set()
@@ -119,8 +122,8 @@ class SimulatedWorkers:
             elif arrivals and roll < 0.06 and self.dispatcher.finishing is None:
                 arrivals -= 1
                 arriving = True
-            elif self._writing is not None and roll < 0.3:
-                self._written()
+            elif self.writing and roll < 0.3:
+                self.written(self.chance.choice(list(self.writing)))
             else:
                 self._act(self.chance.choice(list(self._agendas)))
         raise AssertionError("no end")
@@ -153,8 +156,9 @@ class SimulatedWorkers:
                 agenda.popleft()
             return
         self._flush(name)
-        if isinstance(order, CheckpointOrder) and name == self.dispatcher.workers[0]:
-            if self._writing is not None:
+        writes = name == self.dispatcher.workers[0] or self.config.traits.holds_state
+        if isinstance(order, CheckpointOrder) and writes:
+            if name in self.writing:
                 return
             self._copy(name, order.step)
         elif isinstance(order, EvaluateOrder):
@@ -218,15 +222,16 @@ class SimulatedWorkers:
         samples |= {open_.plan.step: open_.plan.samples for open_ in self.dispatcher.progress.steps}
         wanted = sum(samples[number] for number in samples if number <= step)
         assert sum(self.used().values()) == wanted
-        self._writing = (name, step)
-        partial(self.run.path, step, name).mkdir(parents=True, exist_ok=True)
-        self.dispatcher.saving(name, step)
+        self.writing[name] = (step, self._number)
+        folder = partial(self.run.path, step, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+        self.dispatcher.saving(name, Saving(self._number, step))
 
-    def _written(self) -> None:
-        assert self._writing is not None
-        name, step = self._writing
-        self._writing = None
-        self.checkpoint_tracker.written(name, step, Saved(view=1, step=step))
+    def written(self, name: str) -> None:
+        step, view = self.writing.pop(name)
+        files = {name: FileFacts(0, "0" * 8)}
+        self.checkpoint_tracker.written(name, Saved(view, step, files))
         self.checkpoint_tracker.commit_written(self.training_plan)
 
 

@@ -16,7 +16,7 @@ from simulated_workers import SimulatedWorkers, row
 from traits import Lockstep, ManyParts, WorkQueue
 
 from manyhands.contract import Strategy
-from manyhands.control.messages import Portion, TrainOrder
+from manyhands.control.messages import Portion, Saving, TrainOrder
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
@@ -31,6 +31,8 @@ from manyhands.runs.folder import RunFolder
 IN_STEP = Lockstep()
 IN_PARTS = WorkQueue()
 IN_MANY_PARTS = ManyParts()
+HOLDING = Lockstep(holds_state=True)
+HOLDING_IN_PARTS = WorkQueue(holds_state=True)
 
 plan_configs = st.builds(
     PlanConfig,
@@ -48,7 +50,7 @@ plan_configs = st.builds(
 @settings(max_examples=120, deadline=None)
 @given(
     plan_config=plan_configs,
-    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS, HOLDING, HOLDING_IN_PARTS]),
     workers=st.integers(1, 4),
     deaths=st.integers(0, 3),
     arrivals=st.integers(0, 2),
@@ -126,12 +128,17 @@ def play(
                 assert len(steps) == plan_config.steps
             if not plan_config.by_samples:
                 assert simulation.evaluations == due(plan_config)
-        # Only the writer's last words are still on their way.
+        # Only the writers' last words are still on their way.
         simulation.checkpoint_tracker.commit_written(training_plan)
-        if simulation._writing is not None:
-            simulation._written()
+        for name in list(simulation.writing):
+            simulation.written(name)
         if steps:
-            assert checkpoints.steps(simulation.run.path)[-1] == len(steps)
+            saved = checkpoints.newest(simulation.run.path)[0]
+            assert saved is not None
+            assert saved.step == len(steps)
+            assert saved.states == (saved.workers if config.traits.holds_state else 0)
+        left = (simulation.run.path / "checkpoints").glob(".step-*.partial")
+        assert not list(left), "nothing is left of checkpoints that were void"
 
 
 class Stage:
@@ -173,6 +180,9 @@ class Stage:
             )
             for name, order in self.told
         ]
+
+    def saving(self, name: str, step: int) -> None:
+        self.dispatcher.saving(name, Saving(self.view, step))
 
     def done(self, name: str, step: int, part: int, seconds: float = 1.0, **how: Any) -> None:
         self.dispatcher.add(name, row(step, part, seconds, **how))
@@ -258,7 +268,7 @@ def test_no_work_between_a_checkpoint_order_and_its_copy(tmp_path: Path) -> None
     orders = [what for _, what in stage.dispatch_ahead()]
     assert orders == ["rest", "rest", "checkpoint", "checkpoint"]
     assert stage.dispatch_ahead() == []
-    stage.dispatcher.saving("worker-0", 1)
+    stage.saving("worker-0", 1)
     assert stage.dispatch_ahead() == [("worker-0", [(2, 0)]), ("worker-1", [(2, 1)])]
 
 
@@ -288,7 +298,7 @@ def test_a_checkpoint_whose_writer_died_is_ordered_again(
     stage.done("worker-1", 1, 1)
     stage.dispatch_ahead()
     if started:
-        stage.dispatcher.saving("worker-0", 1)
+        stage.saving("worker-0", 1)
         stage.dispatch_ahead()
     left = "worker-1" if victim == "worker-0" else "worker-0"
     stage.seat(left)
@@ -317,12 +327,12 @@ def test_the_last_checkpoint_is_repeated_even_after_the_stop_order(
     stage.done("worker-0", 1, 0)
     stage.done("worker-1", 1, 1)
     stage.dispatch_ahead()
-    stage.dispatcher.saving("worker-0", 1)
+    stage.saving("worker-0", 1)
     stage.dispatch_ahead()
     assert stage.dispatcher.finishing == "finished"
     stage.seat("worker-1")
     assert ("worker-1", "checkpoint") in stage.dispatch_ahead()
-    stage.dispatcher.saving("worker-1", 1)
+    stage.saving("worker-1", 1)
     stage.dispatch_ahead()
     assert stage.dispatcher.finishing == "finished"
 
@@ -391,7 +401,7 @@ def test_in_lockstep_evaluations_and_copies_are_unfinished_work(tmp_path: Path) 
     assert stage.dispatcher.idle
     stage.dispatch_ahead()
     assert not stage.dispatcher.idle
-    stage.dispatcher.saving("worker-0", 1)
+    stage.saving("worker-0", 1)
     assert stage.dispatcher.idle
 
 

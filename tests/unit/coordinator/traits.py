@@ -13,10 +13,11 @@ class Lockstep(Strategy):
     name: ClassVar[str] = "lockstep"
 
     servers: int = 0
+    holds_state: bool = False
 
     @property
     def traits(self) -> Traits:
-        return Traits(elastic=True)
+        return Traits(elastic=True, holds_state=self.holds_state)
 
     def servers_for(self, workers: int) -> int:
         return self.servers
@@ -31,7 +32,7 @@ class WorkQueue(Lockstep):
 
     @property
     def traits(self) -> Traits:
-        return Traits(elastic=True, lockstep=False)
+        return Traits(elastic=True, lockstep=False, holds_state=self.holds_state)
 
 
 @dataclass(frozen=True)

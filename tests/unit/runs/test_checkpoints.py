@@ -27,7 +27,7 @@ def save(run: Path, step: int, text: str = "weights") -> Path:
     (folder / ".metadata").write_text("meta")
     facts = {p.name: facts_of(p) for p in folder.iterdir()}
     return checkpoints.commit(
-        run, step, files=facts, training_plan=COURSE, strategy="allreduce", workers=2
+        run, step, files=[facts], training_plan=COURSE, strategy="allreduce", workers=2
     )
 
 
@@ -184,7 +184,7 @@ def test_leftovers_of_a_killed_run_are_deleted(tmp_path: Path) -> None:
 def test_a_commit_without_files_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 4)
     with pytest.raises(CheckpointError, match="checkpoint of step 4 can't be finished"):
-        checkpoints.commit(tmp_path, 4, files={}, training_plan={}, strategy="single", workers=1)
+        checkpoints.commit(tmp_path, 4, files=[{}], training_plan={}, strategy="single", workers=1)
     assert verify(final(tmp_path, 4))
 
 
@@ -200,7 +200,7 @@ run, kills, best = Path(sys.argv[1]), int(sys.argv[2]), 2
 def save(step):
     state = {"model": {f"w{i}": torch.full((40_000,), float(step)) for i in range(4)}}
     files = write_state(checkpoints.partial(run, step), state)
-    checkpoints.commit(run, step, files=files, training_plan={}, strategy="single", workers=1)
+    checkpoints.commit(run, step, files=[files], training_plan={}, strategy="single", workers=1)
 
 def forever(step, tell):
     while True:

@@ -6,7 +6,7 @@ import copy
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,14 @@ from manyhands.embeddings.spec import Table
 from manyhands.errors import CheckpointError
 from manyhands.runs import saver
 from manyhands.runs.checkpoints import partial
-from manyhands.runs.saver import Saver, gather_state, load_state, read_state, write_state
+from manyhands.runs.saver import (
+    Saver,
+    gather_state,
+    learner_states,
+    load_state,
+    read_state,
+    write_state,
+)
 from manyhands.runs.table_files import INDEX
 from manyhands.testing.conformance import assert_same_bits
 
@@ -68,8 +75,8 @@ class Learner:
     def __init__(self) -> None:
         self.kept: dict[str, Any] = {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self.kept = state
+    def restore(self, states: Sequence[dict[str, Any]]) -> None:
+        (self.kept,) = states
 
 
 def groups(net: nn.Module) -> list[dict[str, Any]]:
@@ -124,7 +131,8 @@ def test_resuming_is_bit_equal(tmp_path: Path, optimizer: str, schedule: str, be
     trained.train(0, before)
     write_state(tmp_path / "saved", gather_state(trained, learner.kept))
     other, fresh = build(optimizer, schedule, seed=1), Learner()
-    load_state(tmp_path / "saved", other, fresh)
+    state = load_state(tmp_path / "saved", other)
+    fresh.restore(learner_states(tmp_path / "saved", state, [0]))
     assert torch.equal(fresh.kept["residual"], torch.arange(3.0))
     assert fresh.kept["round"] == 7
     for step in range(before, before + 5):
@@ -287,7 +295,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, change: Any, says:
     trained.train(0, 2)
     write_state(tmp_path / "saved", gather_state(trained, {}))
     with pytest.raises(CheckpointError, match=says) as caught:
-        load_state(tmp_path / "saved", change(trained), Learner())
+        load_state(tmp_path / "saved", change(trained))
     assert str(caught.value).startswith(f"{tmp_path / 'saved'} does not fit this job")
     assert "start a new run" in str(caught.value)
 
@@ -298,7 +306,7 @@ def test_tables_that_the_job_does_not_have_are_refused(tmp_path: Path) -> None:
     outcome = saved(tmp_path, with_table)
     assert INDEX in outcome["files"]
     with pytest.raises(CheckpointError, match="it has the tables rows, and the job has none"):
-        load_state(partial(tmp_path, 8), build("momentum"), Learner())
+        load_state(partial(tmp_path, 8), build("momentum"))
 
 
 @pytest.mark.parametrize(("saved", "now"), [("none", "multistep"), ("multistep", "none")])
@@ -307,7 +315,7 @@ def test_a_schedule_may_be_added_or_removed(tmp_path: Path, saved: str, now: str
     trained.train(0, 2)
     write_state(tmp_path / "saved", gather_state(trained, {}))
     other = build("momentum", now, seed=1)
-    load_state(tmp_path / "saved", other, Learner())
+    load_state(tmp_path / "saved", other)
     other.train(2, 3)
 
 

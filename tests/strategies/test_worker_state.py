@@ -1,0 +1,104 @@
+"""State that learners keep besides the weights: held by one worker alone, or the same on all of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.runs.checkpoints import final, steps, verify
+from manyhands.runs.saver import learner_states
+from manyhands.testing import harness
+from manyhands.testing.conformance import EQUAL, assert_once_an_epoch
+from manyhands.testing.harness import Finished
+from manyhands.testing.jobs import Regression
+
+EXTRA = Path(__file__).parent / "extra"
+NUM_SAMPLES = 98
+
+
+@pytest.fixture(autouse=True)
+def members_know_the_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
+
+
+def train(run: Path, *flags: str, strategy: str, workers: int, **fields: Any) -> Finished:
+    done = harness.train(
+        *("Regression", run, EQUAL, *flags), strategy=strategy, workers=workers, **fields
+    )
+    assert done.code == 0, f"{done.out}\n{done.err}\n{harness.logs_of(run)}"
+    return done
+
+
+def resume(run: Path, *flags: str) -> Finished:
+    done = harness.resume(run, *flags)
+    assert done.code == 0, f"{done.out}\n{done.err}\n{harness.logs_of(run)}"
+    return done
+
+
+def counts(done: Finished) -> list[int]:
+    """Return the counters in the newest checkpoint, one for each worker of that time."""
+    manifest = verify(final(done.run, steps(done.run)[-1]))
+    states = learner_states(manifest.path, done.state(), range(manifest.states))
+    assert len(states) == manifest.workers
+    return [state["count"] for state in states]
+
+
+def samples(done: Finished) -> int:
+    return sum(step["samples"] for step in done.steps)
+
+
+def test_counters_keep_their_sum_on_other_numbers_of_workers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = train(run, "--max-steps", "5", strategy="counted", workers=3)
+    assert sum(counts(done)) == samples(done) == 80
+    assert len(counts(done)) == 3
+    assert all(counts(done))
+    fewer = resume(run, "--workers", "2", "--max-steps", "5")
+    assert sum(counts(fewer)) == samples(fewer)
+    assert len(counts(fewer)) == 2
+    more = resume(run, "--workers", "3")
+    assert sum(counts(more)) == samples(more) == 3 * NUM_SAMPLES
+    assert len(counts(more)) == 3
+    assert_once_an_epoch(more)
+
+
+@pytest.mark.long
+def test_other_strategies_leave_what_the_workers_held(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, "--max-steps", "2", strategy="counted", workers=2)
+    other = resume(run, "--strategy", "single", "--max-steps", "2")
+    note = "single does not use what the workers of counted kept besides the weights"
+    assert note in [event["message"] for event in other.of("Noticed")]
+    # And back: what it finds now was saved by a strategy without counters.
+    back = resume(run, "--strategy", "counted", "--workers", "2", "--max-steps", "2")
+    assert sum(counts(back)) == 32
+    assert len(back.of("Noticed")) == 1
+
+
+def test_an_evaluation_of_averaged_weights_gives_the_trained_ones_back(tmp_path: Path) -> None:
+    fields = {"workers": 1, "eval_every": "2 steps", "epochs": 1}
+    alone = train(tmp_path / "alone", strategy="single", **fields)
+    done = train(tmp_path / "run", strategy="averaged", **fields)
+    assert len(done.of("Evaluated")) == 4
+    assert done.losses == pytest.approx(alone.losses, rel=1e-6)
+    state = done.state()
+    for ours, theirs in zip(state["model"].values(), alone.state()["model"].values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert state["learner"]["num_steps"] == 7
+    job = Regression()
+    model = job.model()
+    for parameter, total in zip(model.parameters(), state["learner"]["sums"], strict=True):
+        parameter.data.copy_(total / 7)
+    inputs, targets = job.eval_data().tensors  # type: ignore[union-attr]
+    last = done.of("Evaluated")[-1]
+    assert last["step"] == 7
+    assert last["metrics"]["loss"] == pytest.approx(
+        job.loss(model(inputs), (inputs, targets)).item(), rel=1e-5
+    )
+    assert last["metrics"]["loss"] != pytest.approx(
+        alone.of("Evaluated")[-1]["metrics"]["loss"], rel=1e-3
+    )
