@@ -41,6 +41,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from manyhands.costs import CostFacts, MemoryUse, Transfer
 from manyhands.errors import SpecError
 from manyhands.pairs import ELASTIC, OWN_LOOP, SERVERS, SHRINKING, Unsupported
 
@@ -136,6 +137,20 @@ class Strategy(ABC):
     def needs_keys(self, workers: int) -> bool:
         """If true, members connect to each other over the network and need credentials."""
         return False
+
+    def refit(self, workers: int) -> int:
+        """Return the largest number of workers that a view can have, out of this many."""
+        return workers
+
+    def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer] | None:
+        """Return what one step sends from member to member; None: nobody has worked it out. Pure, without
+        torch. The members of the view may be made up."""
+        return None
+
+    def memory(self, facts: CostFacts) -> Sequence[MemoryUse] | None:
+        """Return the memory of members by purpose, besides what a process without a model needs; None: nobody
+        has worked it out. Pure, without torch."""
+        return None
 
     @abstractmethod
     def build(self, context: Context) -> Learner:

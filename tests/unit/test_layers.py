@@ -30,7 +30,7 @@ LAYERS = [
     {"doctor", "launch", "lab", "control"},
     {"transport", "hosts", "runs", "events"},
     {"contract"},
-    {"job", "job_length", "errors", "measure", "pairs", "ranges", "threads", "__init__"},
+    {"costs", "job", "job_length", "errors", "measure", "pairs", "ranges", "threads", "__init__"},
 ]
 """From the top down. `data` may import only errors and job; `testing` may import anything."""
 

@@ -17,9 +17,11 @@ from manyhands.cli.options import (
     resolve_options,
 )
 from manyhands.cli.where import ResolvedCluster, find_cluster, launching
+from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.fault_spec import GRAMMAR
 from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.coordinator.run import rehearse, train
+from manyhands.costs import CostFacts
 from manyhands.errors import MemberError, UsageError
 from manyhands.events import Sink, events, make_console
 from manyhands.events.console import LABEL_CELLS
@@ -31,6 +33,7 @@ from manyhands.job import JobFile, find_job
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.files import file_digest
 from manyhands.runs.folder import RunFolder
+from manyhands.strategies.costs import cost_rows
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
 EXAMPLES = """\
@@ -172,8 +175,28 @@ def _check(options: RunOptions, launch_plan: LaunchPlan) -> int:
     )
     best = [("best", direction(str(plan_config.monitor)))] if plan_config.has_eval else []
     assert facts.built is not None
-    for label, value in [*facts.built.optimizer, *best]:
+    for label, value in [*facts.built.optimizer, *best, *_costs(driver)]:
         print(f"  {label:<{LABEL_CELLS}}{value}")
     for note in facts.built.notes:
         print(f"note: {note}")
     return 0
+
+
+def _costs(driver: Driver) -> list[tuple[str, str]]:
+    """Return labels and values: what a step sends, and what members need memory for."""
+    options, training = driver.options, driver.training
+    assert training is not None
+    if training.model_size is None:
+        return []
+    view = driver.membership.views.current
+    facts = CostFacts(
+        training.model_size,
+        workers=view.world,
+        servers=len(view.seats) - view.world,
+        hosts=len({seat.host for seat in view.seats}),
+        batch_size=training.plan.batch_size,
+        gpu=any(seat.device.startswith("cuda") for seat in view.workers),
+        spans_hosts=driver.coordinator.launcher.spans_hosts,
+        encrypted=not options.trust_network,
+    )
+    return cost_rows(options.config, facts, view)

@@ -26,9 +26,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
+from manyhands.collectives.buckets import NOTES, in_buckets
 from manyhands.collectives.group import Group, Work
-
-NOTES = 2
 
 
 @dataclass
@@ -125,19 +124,13 @@ class Reducer:
         bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
 
     def _lay_out(self, bucket_bytes: int) -> list[Bucket]:
-        kinds: list[tuple[torch.dtype, list[int]]] = []
-        size = 0
-        for number in reversed(range(len(self._parameters))):
-            p = self._parameters[number]
-            if not kinds or p.dtype != kinds[-1][0] or size >= bucket_bytes:
-                kinds.append((p.dtype, []))
-                size = 0
-            kinds[-1][1].append(number)
-            size += p.numel() * p.element_size()
+        sizes = [(p.dtype, p.numel() * p.element_size()) for p in self._parameters]
+        in_order = in_buckets(sizes, bucket_bytes=bucket_bytes)
         buckets = []
-        for dtype, members in kinds:
-            extra = len(self._parameters) + NOTES if members is kinds[-1][1] else 0
+        for members in in_order:
+            extra = len(self._parameters) + NOTES if members is in_order[-1] else 0
             count = sum(self._parameters[n].numel() for n in members) + extra
+            dtype = self._parameters[members[0]].dtype
             device = self._parameters[members[0]].device
             bucket = Bucket(torch.zeros(count, dtype=dtype, device=device), members)
             start = 0

@@ -107,12 +107,20 @@ def gradients(
     return mine, losses
 
 
-def rehearse(train_state: TrainState, share: Share) -> None:
-    """Run forward, loss and backward of a share and discard the result."""
-    if not isinstance(train_state.model, RowModel):
-        _backward(_loss(train_state, share.batches[0][0], 1.0), 1.0)
+def rehearse(train_state: TrainState, share: Share) -> dict[str, float]:
+    """Run forward, loss and backward of a share and discard the result. Returns, for each table, the distinct
+    rows that a sample looks up."""
+    tables, model = train_state.tables, train_state.model
+    batch, samples = share.batches[0]
+    if isinstance(model, RowModel):
+        needed = model.ids(batch, seed=row_seed(train_state, share, 0))
+        rows = {name: len(set(ids.tolist())) for name, ids in needed.items()}
+    else:
+        _backward(_loss(train_state, batch, 1.0), 1.0)
+        rows = {name: len(grads.ids) for name, grads in tables.take().items()}
     train_state.optimizer.zero_grad(set_to_none=True)
-    train_state.tables.forget()
+    tables.forget()
+    return {name: number / samples for name, number in rows.items()}
 
 
 def _loss(train_state: TrainState, batch: Any, weight: float | Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,6 +19,20 @@ from manyhands.errors import JobError
 from manyhands.events.units import plural
 from manyhands.job import Job
 
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+"""Each element's update depends on that element alone."""
 MAX_NAMES = 5
 """Maximum number of parameters that are listed by name."""
 HIDDEN = ("params", "param_names", "initial_lr", "lr", "fused", "foreach")
@@ -28,6 +43,21 @@ def build_optimizer(job: Job, model: nn.Module) -> Any:
     """Call the job's optimizer() with the trainable parameters, and the model if it takes two arguments."""
     params = [p for p in model.parameters() if p.requires_grad]
     return job.optimizer(params, model) if takes_model(job) else job.optimizer(params)
+
+
+def like(template: Optimizer, groups: Sequence[dict[str, Any]], **changed: Any) -> Optimizer:
+    """Create an optimizer of the template's class and defaults for these groups. `changed`: arguments that
+    differ."""
+    cls = type(template)
+    known = inspect.signature(cls.__init__).parameters
+    arguments = {name: value for name, value in template.defaults.items() if name in known}
+    return cls(groups, **(arguments | {k: v for k, v in changed.items() if k in known}))
+
+
+def settings_in(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group, for the group of another optimizer."""
+    of_parameters = ("params", "param_names", "initial_lr")
+    return {key: value for key, value in group.items() if key not in of_parameters}
 
 
 def takes_model(job: Job) -> bool:
@@ -52,6 +82,11 @@ def check_optimizer(job: Job, model: nn.Module, optimizer: Optimizer) -> None:
             f"{what} leaves out {left_out}, which would never change. Put every parameter into a group; to "
             "leave one untrained, freeze it in model():  parameter.requires_grad_(False)"
         )
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
+    return type(optimizer) in ELEMENTWISE
 
 
 def foreign_parameters(model: nn.Module, optimizer: Optimizer) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, get_args
 
 from manyhands.contract import AppliedSteps
+from manyhands.costs import ModelSize
 from manyhands.hosts.messages import (
     Beat,
     BoardPost,
@@ -301,7 +302,8 @@ class Notice(Report):
 
 @dataclass(frozen=True)
 class Rehearsed(Report):
-    pass
+    model: ModelSize | None = None
+    """What its costs are computed from."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from manyhands.coordinator.progress import evaluation_of
 from manyhands.coordinator.recovery_clock import RecoveryTimes
 from manyhands.coordinator.run_stats import RunStats
 from manyhands.coordinator.straggler_trial import StragglerTrial
+from manyhands.costs import ModelSize
 from manyhands.errors import JobError
 from manyhands.events import events
 from manyhands.events.units import show_time
@@ -60,14 +61,19 @@ class Training:
                 membership.pool, self.dispatcher.meter, self._stream.notice
             )
         self._evaluation: dict[str, messages.EvaluationReport] = {}
-        self._rehearsed: set[str] = set()
+        self._rehearsed: dict[str, ModelSize | None] = {}
         self._stopped: set[str] = set()
         self._view = 0
         """Number of the active view: reports of older ones are discarded."""
 
     @property
     def rehearsed(self) -> bool:
-        return self._rehearsed.issuperset(self.dispatcher.workers)
+        return self._rehearsed.keys() >= set(self.dispatcher.workers)
+
+    @property
+    def model_size(self) -> ModelSize | None:
+        """Sizes in the model, once a worker has rehearsed."""
+        return next(iter(self._rehearsed.values()), None)
 
     @property
     def ending(self) -> bool:
@@ -130,8 +136,8 @@ class Training:
                 views.catching_up.discard(member)
             case messages.Notice(message=message):
                 self._stream.notice(f"{member}: {message[:MAX_NOTE_CHARS]}")
-            case messages.Rehearsed():
-                self._rehearsed.add(member)
+            case messages.Rehearsed(model=model):
+                self._rehearsed[member] = model
             case messages.StepsReport() if current:
                 for row in report.rows:
                     self.dispatcher.add(member, row)

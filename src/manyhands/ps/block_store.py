@@ -17,7 +17,6 @@ optimizer state, although neighbouring blocks are handled as one span.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.compute.param_groups import like, settings_in
 from manyhands.compute.schedule import position
 from manyhands.compute.train_state import TrainState, multiplied_lr
 from manyhands.ps.blocks import BlockLayout
@@ -179,11 +179,7 @@ class BlockOptimizer:
         }
         groups = [
             {
-                **{
-                    key: value
-                    for key, value in group.items()
-                    if key not in ("params", "param_names", "initial_lr")
-                },
+                **settings_in(group),
                 "params": [self._parameters[n] for n, (g, _) in blocks.items() if g == index],
             }
             for index, group in enumerate(template.param_groups)
@@ -366,15 +362,12 @@ def _of_elements(value: Any, numel: int) -> bool:
 
 def _like(template: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """Create an optimizer of the template's class with these groups."""
-    cls = type(template)
-    known = inspect.signature(cls.__init__).parameters
-    arguments = {name: value for name, value in template.defaults.items() if name in known}
-    unset = arguments.get("foreach") is None and arguments.get("fused") is None
-    if cls in FUSED and unset and not arguments.get("differentiable"):
-        arguments["fused"] = True
-        for group in groups:
-            group["fused"] = True
-    return cls(groups, **arguments)
+    unset = template.defaults.get("foreach") is None and template.defaults.get("fused") is None
+    if type(template) not in FUSED or not unset or template.defaults.get("differentiable"):
+        return like(template, groups)
+    for group in groups:
+        group["fused"] = True
+    return like(template, groups, fused=True)
 
 
 def _dtype(name: str) -> torch.dtype:

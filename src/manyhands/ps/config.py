@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from manyhands.contract import Context, DedicatedServer, Learner, Strategy, Traits
+from manyhands.costs import CostFacts, MemoryUse, Transfer
 from manyhands.errors import SpecError
+from manyhands.hosts.view import SERVER
 from manyhands.pairs import HOSTS, OWN_LOOP, Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from manyhands.hosts.view import View
     from manyhands.ps.mode import PsMode
 
 DEDICATED = 2
@@ -77,6 +82,29 @@ class ParameterServer(Strategy):
 
     def needs_keys(self, workers: int) -> bool:
         return self.transport == "tcp"
+
+    def servers_in(self, view: View, *, most: int | None) -> list[str]:
+        """Return the members of a view that serve; none if all dedicated servers are gone. `most`: workers
+        that serve by default; None: all."""
+        if self.placement == "dedicated":
+            return [seat.name for seat in view.seats if seat.role == SERVER]
+        workers = [seat.name for seat in view.workers]
+        return workers[: most if self.servers == "auto" else self.servers]
+
+    def servers_for_shards(self, num_shards: int) -> int:
+        """Return the number of workers that serve by default inside a host. More servers would hold no block,
+        and only forward messages about every update."""
+        return max(1 + self.replicas, num_shards)
+
+    def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer]:
+        from manyhands.ps.costs import PsCosts
+
+        return list(PsCosts(self, facts).traffic(view))
+
+    def memory(self, facts: CostFacts) -> Sequence[MemoryUse]:
+        from manyhands.ps.costs import PsCosts
+
+        return list(PsCosts(self, facts).memory())
 
     def build(self, context: Context) -> Learner:
         from manyhands.ps.learner import PsLearner

@@ -7,29 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from manyhands.compute.param_groups import is_elementwise
 from manyhands.ps.blocks import MIN_BLOCKS, Block, BlockLayout, FlatParameter
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.RMSprop,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
-)
-"""Each element's update depends on that element alone."""
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether its parameters may be cut into blocks. False for subclasses, which may do anything."""
-    return type(optimizer) in ELEMENTWISE
 
 
 def pieces_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

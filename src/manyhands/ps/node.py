@@ -20,7 +20,7 @@ from manyhands.embeddings.modules import RowModel
 from manyhands.errors import LinkError, LinkTimeout, ViewChanging, WeightsLost
 from manyhands.hosts.me import Board, Me
 from manyhands.hosts.messages import LinkBroken, PeerRefused
-from manyhands.hosts.view import SERVER, View
+from manyhands.hosts.view import View
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.config import ParameterServer
@@ -95,15 +95,10 @@ class PsNode:
             raise self.server.error
 
     def servers_in(self, view: View) -> list[str]:
-        if self.config.placement == "dedicated":
-            servers = [seat.name for seat in view.seats if seat.role == SERVER]
-            if not servers:
-                raise WeightsLost("No server is left, and the parameters are lost with them.")
-            return servers
-        workers = [seat.name for seat in view.workers]
-        if self.config.servers != "auto":
-            return workers[: self.config.servers]
-        return workers[: self.transport.max_servers]
+        servers = self.config.servers_in(view, most=self.transport.max_servers)
+        if not servers:
+            raise WeightsLost("No server is left, and the parameters are lost with them.")
+        return servers
 
     def leave(self, view: View | None = None) -> None:
         """End the server of the last view; messages that dead members have sent are still handled."""

@@ -97,8 +97,7 @@ class SharedMemoryTransport(PsTransport):
         node = self._node
         if node.serves_rows:
             return None
-        # More servers would hold no block, and only forward messages about every update.
-        return max(1 + node.config.replicas, len(node.layout.shards))
+        return node.config.servers_for_shards(len(node.layout.shards))
 
     def find_params(self, view: View) -> FlatTensors:
         node, key = self._node, f"ps/{view.number}/params"

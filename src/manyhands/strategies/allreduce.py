@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from manyhands.collectives.buckets import NOTES, in_buckets
 from manyhands.contract import (
     WHOLE,
     AppliedPart,
@@ -30,13 +31,22 @@ from manyhands.contract import (
     Strategy,
     Traits,
 )
+from manyhands.costs import (
+    CostFacts,
+    MemoryUse,
+    Transfer,
+    all_gather,
+    replicated_model,
+    ring,
+    scaled,
+)
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
 from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.pairs import GPUS, HOSTS, OWN_LOOP, ROW_MODEL, TABLES, TRUST, WORKERS, Unsupported
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -99,6 +109,38 @@ class AllReduce(Strategy):
         super().check(workers)
         if self.bucket_mb < 1:
             raise SpecError(f"allreduce: bucket_mb must be at least 1, and is {self.bucket_mb}.")
+
+    def bucket_bytes(self, gradient_bytes: int, *, one_host: bool) -> int:
+        """Return the size at which a bucket is full."""
+        wanted = self.bucket_mb << 20
+        return wanted if one_host else min(wanted, max(gradient_bytes // 8, 1 << 20))
+
+    def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer]:
+        workers, model = [seat.name for seat in view.workers], facts.model
+        found: list[Transfer] = []
+        if model.weighted:
+            found += ring(workers, 8, "weights", after=0.0)
+        for dtype_bytes in model.buffers.values():  # each worker but the first receives them once
+            found += (Transfer(workers[0], to, dtype_bytes, "buffers", 0.0) for to in workers[1:])
+        sizes = [(p.dtype, p.num_bytes) for p in model.trained]
+        limit = self.bucket_bytes(model.gradient_bytes, one_host=view.one_host)
+        buckets = in_buckets(sizes, bucket_bytes=limit)
+        for bucket in buckets:
+            parameters = [model.trained[number] for number in bucket]
+            num_bytes = sum(p.num_bytes for p in parameters)
+            if bucket is buckets[-1]:
+                num_bytes += parameters[-1].itemsize * (len(sizes) + NOTES)
+            after = model.complete_after[parameters[-1].name]
+            found += ring(workers, num_bytes, "gradients", after=after)
+        if self.tables == "replicated":
+            for table in model.tables:
+                rows = table.rows_in(facts.batch_size / len(workers))
+                row_bytes = 8 + 4 * table.dim
+                found += all_gather(workers, scaled(row_bytes, rows), "rows")
+        return found
+
+    def memory(self, facts: CostFacts) -> Sequence[MemoryUse]:
+        return replicated_model(facts, tables_of="host" if self.tables == "shared" else "worker")
 
     def build(self, context: Context) -> Learner:
         return AllReduceLearner(self, context)
@@ -175,10 +217,9 @@ class AllReduceLearner(Learner):
         if known.new:
             self._start_state_transfer(known.new, known.source, view)
         self._parameters = [p for p in self.train_state.model.parameters() if p.requires_grad]
-        bucket_bytes = self._config.bucket_mb << 20
+        whole = sum(p.numel() * p.element_size() for p in self._parameters)
+        bucket_bytes = self._config.bucket_bytes(whole, one_host=view.one_host)
         if not view.one_host:
-            whole = sum(p.numel() * p.element_size() for p in self._parameters)
-            bucket_bytes = min(bucket_bytes, max(whole // 8, 1 << 20))
             self._weights_first = WeightsFirst(self.train_state.model)
         self._reducer = Reducer(self._group, self._parameters, bucket_bytes=bucket_bytes)
         if self.train_state.tables.specs:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from manyhands.contract import Context, Joined, Learner, StepReport, Strategy, Traits
+from manyhands.costs import CostFacts, MemoryUse, Transfer, replicated_model
 from manyhands.pairs import WORKERS, Unsupported
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from manyhands.compute.feed import Share
     from manyhands.hosts.view import View
 
@@ -26,6 +29,12 @@ class Single(Strategy):
     def unsupported(self) -> tuple[Unsupported, ...]:
         alone = Unsupported(WORKERS, "it trains with one worker", instead="allreduce")
         return (alone, *super().unsupported)
+
+    def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer]:
+        return ()
+
+    def memory(self, facts: CostFacts) -> Sequence[MemoryUse]:
+        return replicated_model(facts)
 
     def build(self, context: Context) -> Learner:
         return SingleLearner(context)

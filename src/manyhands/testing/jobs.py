@@ -84,6 +84,49 @@ class Regression(Job):
 
 
 @dataclass
+class Gated(Regression):
+    """Regression in which all workers wait for a test: in the loss of some steps, or in their backward when
+    all large gradients are there."""
+
+    samples: int = 960
+    clip_norm: float | None = None
+    anneal: bool = False
+    evaluates: bool = False
+    depth: int = 0
+    """Number of square layers in the middle."""
+    gate: str = ""
+    """The folder in which workers and the test meet (testing/gates.py)."""
+    gates: str = ""
+    """Numbers of the micro-batches, from 1, before which each worker waits: "5,15"."""
+    in_backward: bool = False
+    """If true, it waits in the backward instead."""
+
+    def model(self) -> nn.Module:
+        middle = [nn.Linear(self.width, self.width) for _ in range(self.depth)]
+        first = nn.Linear(6, self.width)
+        first.weight.register_hook(self._at_first_layer)
+        return nn.Sequential(first, nn.Tanh(), *middle, nn.Linear(self.width, 2))
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        if torch.is_grad_enabled():
+            self._number = getattr(self, "_number", 0) + 1
+            if not self.in_backward:
+                self._wait()
+        return super().loss(output, batch)
+
+    def _at_first_layer(self, gradient: Tensor) -> None:
+        if self.in_backward:
+            self._wait()
+
+    def _wait(self) -> None:
+        if str(getattr(self, "_number", 0)) in self.gates.split(","):
+            folder = Path(self.gate)
+            (folder / f"at-{self._number}-{os.getpid()}").touch()
+            while not (folder / f"go-{self._number}").exists():
+                time.sleep(0.01)
+
+
+@dataclass
 class Adam(Regression):
     """Regression with AdamW and two groups of parameters."""
 

@@ -30,6 +30,7 @@ from manyhands.compute.evaluation import evaluate
 from manyhands.compute.feed import Feed, Share
 from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
+from manyhands.compute.model_size import model_size
 from manyhands.compute.seeds import seed_compute
 from manyhands.contract import Context, Joined, Strategy
 from manyhands.control import messages
@@ -316,8 +317,8 @@ class Worker:
         portion = messages.Portion(0, 0, 1, ((0, 1),))
         self.feed.expect([portion])
         share = self.feed.share(portion)
-        rehearse(self.train_state, share)
-        self.reporter.send(messages.Rehearsed)
+        rows = rehearse(self.train_state, share)
+        self.reporter.send(messages.Rehearsed, model=model_size(self.train_state, rows))
 
     def _stop(self) -> None:
         self._drain()

@@ -86,6 +86,7 @@ GOOD: list[dict[str, Any]] = [
     report("Saved", step=20, error="no room"),
     report("Notice", message="a loader process was killed"),
     report("Rehearsed"),
+    report("Rehearsed", model={"parameters": [["a", [2, 3], "float32", 4, 0, 0, None]]}),
     report("Stopped"),
     report("Left", applied=APPLIED),
     report("LinkBroken", peer="worker-0"),

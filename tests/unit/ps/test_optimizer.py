@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from manyhands.compute.param_groups import is_elementwise
 from manyhands.ps.block_store import BlockOptimizer
-from manyhands.ps.model_layout import is_elementwise, join_state
+from manyhands.ps.model_layout import join_state
 
 SHAPES = [(7, 5), (5,), (3, 4, 2)]
 CUTS = [0, 10, 32, 64]  # blocks that begin and end inside tensors and span several
