@@ -1,7 +1,7 @@
-"""What holds for every test: it leaves nothing behind, it ends in time, and its examples repeat.
+"""Rules for every test: it leaves nothing behind, it ends in time, and its examples repeat.
 
-A test that hangs is killed after DEADLINE_S with the stacks of all its threads on the terminal, and
-the whole run with it: what comes after a hang could not be trusted.
+A test that hangs ends the whole run after DEADLINE_S, with the stacks of all threads on the
+terminal: results after a hang could not be trusted.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# In the background of a shell SIGINT is ignored, by whatever is started from there too: tests that
-# interrupt a program start it as a person would.
+# A shell's background job ignores SIGINT, and so do its children. Restore it for tests that interrupt a
+# program.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 DEADLINE_S = 300.0
 GRACE_S = 5.0
-"""How long what was told to end may take to do so."""
+"""Time for threads and processes to end after a test."""
 
 settings.register_profile(
     "repeatable",
@@ -59,7 +59,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fail a test that leaves a thread, a process, a process group, a variable or another folder."""
+    """Fail a test that leaves a thread, process, process group, variable or working folder behind."""
     threads, children = set(threading.enumerate()), set(_children())
     environment, folder = _environment(), os.getcwd()
     yield
@@ -100,7 +100,7 @@ def _after(grace_s: float, left: Callable[[], list[str]]) -> list[str]:
 
 
 def _children() -> dict[int, str]:
-    """The running children of this process, with their command lines."""
+    """Return the running children of this process, with their command lines."""
     found: dict[int, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -112,7 +112,7 @@ def _children() -> dict[int, str]:
             )
         except (FileNotFoundError, ProcessLookupError):
             continue
-        # Python's own: one for the whole life of a process that has ever spawned another.
+        # Python's own: a process that has spawned another keeps one until it ends.
         if "multiprocessing.resource_tracker" not in command:
             found[int(folder.name)] = command
     return found
@@ -124,7 +124,7 @@ def _in_a_process_group() -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """The environment, but for what pytest does and what libraries do when first imported."""
+    """Return the environment without variables that pytest and imported libraries set."""
     theirs = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_", "TRITON_")
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
 

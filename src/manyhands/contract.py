@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import View
 
 WHOLE = -1
-"""As a part: all parts of a step."""
+"""Part number that stands for all parts of a step."""
 
 State = Mapping[str, Any]
 """Tensors and plain values by name, nested as needed: what a checkpoint can hold (runs/safe_reader.py)."""
@@ -96,7 +96,8 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     variants: ClassVar[tuple[Mapping[str, Any], ...]] = ()
-    """Options with which it can be combined with more or less than with its defaults."""
+    """Options that change what the strategy works with: the table of pairs shows what differs from the
+    defaults."""
 
     @property
     def traits(self) -> Traits:
@@ -105,8 +106,8 @@ class Strategy(ABC):
 
     @property
     def unsupported(self) -> tuple[Unsupported, ...]:
-        """What it can't be combined with, with these options, and why. A subclass adds its own to these,
-        which follow from its traits."""
+        """Features that don't work with these options, with reasons. These follow from the traits; a subclass
+        adds its own."""
         traits = self.traits
         found = []
         if not traits.elastic:
@@ -143,13 +144,13 @@ class Strategy(ABC):
         return workers
 
     def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer] | None:
-        """Return what one step sends from member to member; None: nobody has worked it out. Pure, without
-        torch. The members of the view may be made up."""
+        """Return what one step sends from member to member; None if the strategy does not compute it. Pure,
+        without torch. The members of the view may be made up."""
         return None
 
     def memory(self, facts: CostFacts) -> Sequence[MemoryUse] | None:
-        """Return the memory of members by purpose, besides what a process without a model needs; None: nobody
-        has worked it out. Pure, without torch."""
+        """Return the memory of members by purpose, without that of a process that has no model; None if the
+        strategy does not compute it. Pure, without torch."""
         return None
 
     @abstractmethod
@@ -217,7 +218,7 @@ class Joined:
     applied: AppliedSteps | None = None
     """What is in the weights; None if another member reports it, or nothing was lost."""
     rescued: StepReport | None = None
-    """The report of a step of this worker that was interrupted and is in the weights all the same."""
+    """This worker's report of a step that was interrupted, if the step is in the weights after all."""
     catching_up: bool = False
     """If true, this worker takes part without samples: its weights are not those of the others yet. It has
     them after the step whose report says `caught_up`, or after `drain`."""
@@ -226,7 +227,7 @@ class Joined:
     prefetches: bool = False
     """If true, `prefetch` is called with the share after the next one."""
     group: Group | None = None
-    """The group of the view's workers, if they form one: `mh.join()` adds up a user's numbers with it."""
+    """The group of the view's workers, if they form one. `Hands.mean` of `mh.join()` uses it."""
 
 
 @dataclass(slots=True)
@@ -335,8 +336,8 @@ class Learner(ABC):
         """Bring model and optimizer up to date for a checkpoint, and return the state that the learner keeps
         besides them.
 
-        Called on the first worker, which writes the weights; with `Traits.holds_state` on every worker, and
-        on one alone that is about to leave: such a strategy can't wait for its peers here.
+        Called on the first worker, which writes the weights. With `Traits.holds_state` it is called on every
+        worker, and also on a single one that is about to leave, so it must not wait for peers.
         """
         return {}
 

@@ -1,9 +1,9 @@
-"""What a run can combine with its strategy, and how a strategy refuses it. Pure data.
+"""The features that a run can combine with its strategy, and how a strategy refuses them. Pure data.
 
 A `Feature` is what a job, a command line or a cluster adds to a strategy: several hosts, sparse tables, a
 codec, a precision. Each strategy declares in its own file what it refuses and why (`Strategy.unsupported`). A
-codec or a precision works only where it was shown to: it declares the strategies that it works with. All else
-works together. strategies/pairs.py checks a run against this, and makes the table in the documentation.
+codec or a precision is refused with every strategy that it does not declare to work with. Everything else can
+be combined. strategies/pairs.py checks a run against this, and makes the table in the documentation.
 
 A new codec or precision registers its own row:
 
@@ -25,15 +25,15 @@ class Feature:
     kind: str
     """One of KINDS."""
     title: str
-    """What it is, for the table."""
+    """The feature in words, for the table."""
     means: str
-    """How a run gets it, for the table."""
+    """The flag, field or class that enables it, for the table."""
     without: str = ""
-    """What to type to do without it; empty if that is not the run's to choose."""
+    """What to type to disable it; empty if the user can't choose."""
     works_with: tuple[str, ...] | None = None
-    """Names of the strategies that it was shown to work with; None: all that do not refuse it."""
+    """Names of the strategies that it was tested with; None: all that do not refuse it."""
     unsupported: tuple[Unsupported, ...] = ()
-    """What the feature itself can't be combined with."""
+    """Other features that it can't be combined with."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ _registered: dict[str, Feature] = {}
 
 
 def register(feature: Feature) -> Feature:
-    """Register a feature. ValueError if there is a different one of that name."""
+    """Register a feature. Raises ValueError if another one has that name."""
     assert feature.kind in KINDS, feature
     known = _registered.setdefault(feature.name, feature)
     if known != feature:
@@ -98,7 +98,7 @@ TRUST = register(
     Feature(
         "trust",
         RUN,
-        "a network that is trusted",
+        "a trusted network",
         "`--trust-network`",
         without="--no-trust-network",
     )
@@ -119,4 +119,4 @@ TABLES = register(Feature("tables", JOB, "sparse tables", "`mh.SparseEmbedding` 
 ROW_MODEL = register(
     Feature("row model", JOB, "a model that changes rows itself", "`mh.RowModel`, as word2vec")
 )
-FP32 = register(Feature("fp32", PRECISION, "float32", "always: there is no other yet"))
+FP32 = register(Feature("fp32", PRECISION, "float32", "always; there is no other precision yet"))

@@ -105,7 +105,7 @@ class Group(ABC):
         self.rank = rank
         self.size = size
         self.device = device
-        """Where small tensors of the group's users should be: all backends can send those there."""
+        """Device for small tensors of the group's users: every backend can send from it."""
 
     # Operations ---------------------------------------------------------------------------------
 
@@ -484,7 +484,7 @@ class _Timed:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat view of its bytes: whoever only moves data need not know the dtype."""
+    """Return a flat view of the tensor's bytes: moving data does not require its dtype."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 

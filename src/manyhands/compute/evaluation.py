@@ -64,7 +64,8 @@ def evaluate(
     device: str,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Evaluate this worker's part: the samples from part[0] to part[1] of part[2].
+    """Evaluate this worker's part, (start, stop, total): the samples from start/total to stop/total of the
+    set.
 
     Returns {"samples": number, "sums": {name: (number, weight)}}; see measure.py.
     """

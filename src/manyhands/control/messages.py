@@ -58,10 +58,9 @@ class Assignment:
     spans_hosts: bool = False
     """If true, members may run on several hosts, now or later."""
     saves: bool = False
-    """If true, it writes to checkpoints for as long as it lives."""
+    """If true, this worker writes to the first checkpoint, so it loads the code for that at its start."""
     takes: tuple[Count, Positive] = (0, 1)
-    """(first, every how many): of the states in the checkpoint that workers held alone, those that it takes
-    over."""
+    """(first, stride): ranks of the saved workers whose states in the checkpoint this worker takes over."""
 
 
 @dataclass(slots=True)
@@ -107,8 +106,8 @@ def _is_part(value: tuple[float, float, float]) -> bool:
 class EvaluateOrder:
     step: Count
     epoch: Count
-    part: Annotated[tuple[float, float, float], check(_is_part, "is no part")]
-    """(from, to, of how much): the part of the evaluation data."""
+    part: Annotated[tuple[float, float, float], check(_is_part, "is not a part")]
+    """(start, stop, total): the part of the evaluation data."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ class JobFields:
 
     batch_size: Positive
     epochs: Positive | None
-    eval_every: Annotated[int | str, check(is_interval, "is no number of epochs or steps")]
+    eval_every: Annotated[int | str, check(is_interval, "is not a number of epochs or steps")]
     monitor: str
     patience: int | None
     plateau: str | None = None
@@ -196,7 +195,7 @@ class WorkerFacts:
     row_model: str = ""
     """Name of the model, if it changes rows itself."""
     built: BuiltFacts | None = None
-    """None if the worker builds in its first view, and tells then."""
+    """None if the worker builds in its first view: `ViewJoined` has them then."""
 
     @property
     def metrics(self) -> list[str] | None:
@@ -210,7 +209,7 @@ class WorkerFacts:
 class Ready:
     seat: Seat
     facts: WorkerFacts | None = None
-    """Workers have them, servers do not."""
+    """From workers only."""
 
 
 @dataclass(frozen=True)

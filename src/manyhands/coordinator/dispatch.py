@@ -1,4 +1,4 @@
-"""Dispatches work: which order goes to whom, what is still open, and what a view change voids.
+"""Dispatches work: which order goes to which member, what is still open, and what a view change voids.
 
 `LockstepDispatcher`: every worker gets a share of every step, in proportion to its speed, and orders are sent
 in the order of the plan.
@@ -102,7 +102,7 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def mark_applied(self, applied: Mapping[PartKey, Sums | None]) -> None:
-        """Mark the parts that are in the weights. Of the unreported parts, no others are."""
+        """Mark the parts that are in the weights. All other unreported parts are not."""
 
     @abstractmethod
     def redispatch(self, view: View) -> int:

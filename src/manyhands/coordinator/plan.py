@@ -223,9 +223,8 @@ class TrainingPlan:
         self._rates.committed(loss, plan.samples)
 
     def take_back(self) -> None:
-        """Void what is open: the same steps with the same samples come again (if the batch stays the same).
-
-        For steps that are committed in order. An awaited evaluation comes again, too.
+        """Void the open steps: the plan orders them again, with the same samples unless the batch size
+        changes. Only for steps that are committed in order. An awaited evaluation is ordered again, too.
         """
         self._awaiting = False
         if not self._open:

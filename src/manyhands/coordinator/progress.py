@@ -58,7 +58,7 @@ class OpenStep:
 
     @property
     def missing(self) -> list[str]:
-        """Members that are waited for."""
+        """Members whose parts are missing."""
         return [p.holder for p in self.parts.values() if p.holder is not None and not p.done]
 
 
@@ -137,7 +137,7 @@ class StepProgress:
         return part is not None and not part.done
 
     def settle(self, applied: Mapping[PartKey, Sums | None], *, whole: bool) -> None:
-        """Take in which parts are in the weights, reported or not, and what is known of each, or of WHOLE
+        """Record which parts are in the weights, reported or not, with what is known of each part or of WHOLE
         steps. `whole`: a step is in the weights as a whole or not at all."""
         for step in self.steps:
             number = step.plan.step

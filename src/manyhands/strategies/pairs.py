@@ -48,7 +48,7 @@ def refusal_of(config: Strategy, given: Collection[Feature]) -> Unsupported | No
             continue
         if feature.works_with is not None and config.name not in feature.works_with:
             works = ", ".join(feature.works_with)
-            return Unsupported(feature, f"it was only shown to work with {works}")
+            return Unsupported(feature, f"it was tested only with {works}")
         for refusal in (*of_strategy, *(r for other in given for r in other.unsupported)):
             along = refusal.along_with
             if refusal.feature == feature and (along is None or along in given):

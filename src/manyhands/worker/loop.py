@@ -10,8 +10,8 @@
         StopOrder        finish what is being saved
         LeaveOrder       all have stopped: no member needs this worker any more
 
-When a view arrives, the thread that receives it interrupts the learner at once, which raises ViewChanging
-out of whatever it waits for.
+When a view arrives, the thread that receives it interrupts the learner at once, which raises ViewChanging out
+of any wait.
 """
 
 from __future__ import annotations
