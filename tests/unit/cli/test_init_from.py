@@ -22,7 +22,9 @@ def run(tmp_path: Path) -> RunFolder:
     for step in (3, 6, 9):
         partial(run.path, step).mkdir()
         best = {"metrics": {"loss": 0.5}, "step": min(step, 6)}
-        commit(run.path, step, files={}, training_plan={"best": best}, strategy="single", workers=1)
+        commit(
+            run.path, step, files=[{}], training_plan={"best": best}, strategy="single", workers=1
+        )
     return run
 
 

@@ -67,7 +67,7 @@ class Trained:
             saver.start(step, self.train_state, learner.snapshot())
             saver.finish()
             best = {"metrics": {"loss": 1.0}, "step": min(step, 2), "waited": 0}
-            given = {"files": outcomes[-1]["files"], "strategy": "single", "workers": 1}
+            given = {"files": [outcomes[-1]["files"]], "strategy": "single", "workers": 1}
             commit(self.run.path, step, training_plan={"best": best}, **given)
             self.outputs[step] = self.predict(self.train_state.model)
         shutil.rmtree(self.run.path / "checkpoints" / "step-1")
