@@ -141,7 +141,7 @@ def check_choice(option: str, value: str, allowed: Iterable[str]) -> None:
     known = list(allowed)
     if value not in known:
         raise UsageError(
-            f"{option} {value}: it is one of {', '.join(known)}{closest(value, known)}"
+            f"{option} {value}: it must be one of {', '.join(known)}{closest(value, known)}"
         )
 
 

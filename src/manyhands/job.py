@@ -257,8 +257,11 @@ def find_job(reference: str) -> JobFile:
         return _find_module(text, name)
     if not path.exists():
         there = path.with_name(f"{path.name}.py")
-        hint = f". Did you mean {there}?" if there.is_file() else f"{_ALLOWED}."
-        raise JobError(f"There is no file {path}{'.' if path.suffix == '.py' else hint}")
+        if path.suffix == ".py":
+            hint = closest(path.name, (file.name for file in path.parent.glob("*.py")))
+        else:
+            hint = f". Did you mean {there}?" if there.is_file() else f"{_ALLOWED}."
+        raise JobError(f"There is no file {path}{hint}")
     if path.is_dir() or path.suffix != ".py":
         raise JobError(f"A job is a Python file, path.py or path.py:Name; {reference!r} is not.")
     path = path.resolve()

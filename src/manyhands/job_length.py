@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from manyhands.job import Job
 
 LENGTHS = STEPS, EPOCHS = ("steps", "epochs")
-"""The fields that say when a training ends. Also the units of `eval_every`."""
-ONE_LENGTH = "a training ends after a number of steps or of epochs"
+"""Fields for the length of the training. Also the units of `eval_every`."""
+ONE_LENGTH = "training ends after a number of steps or of epochs"
 
 _INTERVAL = re.compile(r"0*([1-9][0-9]{0,17})\s*(epochs?|steps?)?")
 

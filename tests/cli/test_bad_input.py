@@ -32,7 +32,11 @@ def fails(
     ("arguments", "wanted"),
     [
         (["trian", "x.py"], "did you mean 'train'?"),
+        ([], "manyhands needs COMMAND.\nSee: manyhands --help"),
+        (["train"], "manyhands train needs JOB.\nSee: manyhands train --help"),
         (["train", "nowhere.py"], "There is no file nowhere.py"),
+        (["train", str(EXAMPLES / "digit.py")], "; did you mean 'digits.py'?"),
+        (["train", "x.py", "--gpus", "2"], "there is no flag --gpus.\n"),
         (
             ["train", "x.py", "--keyfile", "k"],
             "there is no flag --keyfile; did you mean '--key-file'?",

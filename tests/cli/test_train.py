@@ -158,7 +158,7 @@ def test_training_longer_continues_from_the_end(tmp_path: Path) -> None:
         assert line in refused.err
     unknown = harness.resume(run, "--set", "epochs=3", "--schedule", "strech")
     assert unknown.code == 2
-    assert "it is one of keep, stretch, restart; did you mean 'stretch'?" in unknown.err
+    assert "it must be one of keep, stretch, restart; did you mean 'stretch'?" in unknown.err
     longer = harness.resume(run, "--set", "epochs=3", "--schedule", "restart")
     assert longer.code == 0, longer.err
     assert "note: the learning rate is 0.03 from step 15 on; it was saved at 0\n" in longer.out

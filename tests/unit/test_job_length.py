@@ -66,10 +66,10 @@ def test_two_lengths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as typed:
         load(tmp_path, "", steps="500", epochs="3")
     assert str(typed.value) == (
-        "--set steps=500 --set epochs=3: a training ends after a number of steps or of epochs. Type one of "
+        "--set steps=500 --set epochs=3: training ends after a number of steps or of epochs. Type one of "
         "them:  --set steps=500"
     )
-    with pytest.raises(JobError, match="Mine has steps=500 and epochs=20: a training ends") as both:
+    with pytest.raises(JobError, match="Mine has steps=500 and epochs=20: training ends") as both:
         load(tmp_path, "steps: int = 500\n    epochs: int = 20")
     assert str(both.value).endswith("(epochs: int | None = None), or choose:  --set steps=500")
 

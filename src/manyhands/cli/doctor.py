@@ -31,7 +31,7 @@ examples:
   manyhands doctor
   manyhands doctor /scratch/runs      where run folders go, if not to runs/
   manyhands doctor --json             for programs: name, ok (true, false, null), detail, remedy
-  manyhands doctor --cluster cluster.toml --as gpu-a --show      only print who takes part
+  manyhands doctor --cluster cluster.toml --as gpu-a --show      only print the processes of the cluster
   srun manyhands doctor --cluster env --key-file run.key         on all hosts: every pair is tested
   manyhands lab run --hosts 3 -- manyhands doctor --cluster env --key-file run.key
 """
@@ -44,23 +44,32 @@ WAIT_S = 15.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path("runs"), help="of the runs; default: runs"
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        help="where run folders go (default: runs)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="the findings as a JSON list, at the end"
+        "--json", action="store_true", help="print the findings as a JSON list, at the end"
     )
     parser.add_argument(
         "--cluster",
         metavar="FILE|env",
-        help="print who takes part, by a cluster file or the environment (torchrun, srun, Kubernetes, "
-        "TF_CONFIG, or RANK and WORLD_SIZE), and test every pair of hosts; run it on all of them, as "
-        "for training; exit code 2 if the description of the cluster is wrong",
+        help="print the processes of the cluster, from a cluster file or the environment (torchrun, srun, "
+        "Kubernetes, TF_CONFIG, or RANK and WORLD_SIZE), and test every pair of hosts; run it on all of "
+        "them, as for training; exit code 2 if the description of the cluster is wrong",
     )
     parser.add_argument(
-        "--show", action="store_true", help="with --cluster: print who takes part, without tests"
+        "--show",
+        action="store_true",
+        help="with --cluster: only print the processes, and test nothing",
     )
     parser.add_argument(
-        "--as", dest="entry", metavar="NAME", help="which entry of the cluster file this host is"
+        "--as",
+        dest="entry",
+        metavar="NAME",
+        help="with --cluster FILE: this host's entry in the file",
     )
     parser.add_argument(
         "--key-file",
@@ -75,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"with --cluster: how long to wait for the others (default: {WAIT_S:.0f})",
     )
     parser.add_argument(
-        "--control", metavar="ADDRESS", help="with --cluster: tcp://HOST:PORT of rank 0"
+        "--control",
+        metavar="ADDRESS",
+        help="with --cluster: the address at which rank 0 listens, tcp://HOST:PORT",
     )
 
 

@@ -23,7 +23,7 @@ from manyhands.lab.layout import bandwidth_text
 from manyhands.lab.records import records
 from manyhands.lab.run_all import run_on_all_hosts
 
-HELP = "several hosts on this machine, with links to slow down and to cut"
+HELP = "make several hosts on this machine, with links to slow down and to cut"
 EXAMPLES = """\
 examples:
   manyhands lab run --hosts 3 --bandwidth 100mbit -- python train.py
@@ -67,17 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     execute = action("exec", _exec, "run a command on one host, in this terminal", EXEC, _add_lab)
     execute.add_argument("host", metavar="HOST", help="such as host-0")
     _add_command(execute)
-    drops = "drop all packets of a host, or those between two"
+    drops = "drop all packets of a host, or those between two hosts"
     cut = action("cut", partial(_change_links, Lab.cut), drops, CUT, _add_lab)
     cut.add_argument("host", metavar="A", help="such as host-0")
-    cut.add_argument("other", metavar="B", nargs="?", help="only between A and B")
+    cut.add_argument("other", metavar="B", nargs="?", help="cut only the link between A and B")
     undoes = "undo a cut, or all of them"
     heal = action("heal", partial(_change_links, Lab.heal), undoes, HEAL, _add_lab)
-    heal.add_argument("host", metavar="A", nargs="?", help="the link of this host")
-    heal.add_argument("other", metavar="B", nargs="?", help="the link between A and B")
+    heal.add_argument("host", metavar="A", nargs="?", help="heal the link of this host")
+    heal.add_argument("other", metavar="B", nargs="?", help="heal the link between A and B")
     down = action("down", _down, "remove a lab, with all processes on its hosts", DOWN, _add_lab)
     down.add_argument(
-        "--all", action="store_true", help="every lab, including what killed programs left behind"
+        "--all", action="store_true", help="remove every lab, and what killed programs left behind"
     )
     once = "run a command once on every host of a new lab"
     action("run", _run, once, RUN, _add_size, _add_command)
@@ -117,23 +117,31 @@ exit code: 0, or that of the first host that failed; the others are stopped then
 
 
 def _add_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="how many; default: 2")
+    parser.add_argument(
+        "--hosts", type=int, default=2, metavar="N", help="number of hosts (default: 2)"
+    )
     parser.add_argument(
         "--bandwidth",
         metavar="RATE",
-        help="of each host's link, in each direction, such as 100mbit or 1gbit; default: unlimited",
+        help="bandwidth of each host's link, in each direction, such as 100mbit or 1gbit (default: "
+        "unlimited)",
     )
     for flag in IMPOSSIBLE:
         parser.add_argument(f"--{flag}", help=argparse.SUPPRESS)
 
 
 def _add_lab(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lab", type=int, metavar="NUMBER", help="which, if there are several")
+    parser.add_argument(
+        "--lab", type=int, metavar="NUMBER", help="number of the lab, if there are several"
+    )
 
 
 def _add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="-- COMMAND ...", help="and its arguments"
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND ...",
+        help="the command and its arguments",
     )
 
 

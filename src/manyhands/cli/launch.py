@@ -60,8 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("job", metavar="JOB", help="path.py, path.py:Name or pkg.module:Name")
         add_flags(sub, job_type)
         group = sub.add_argument_group("the file")
-        group.add_argument("--name", help="of the job (default: from JOB)")
-        group.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+        group.add_argument("--name", help="name of the job (default: from JOB)")
+        group.add_argument(
+            "--output", type=Path, metavar="FILE", help="file to write (default: standard output)"
+        )
         group.add_argument("--force", action="store_true", help="overwrite an existing file")
         sub.set_defaults(write=write, explain=refuse_train_flags)
 

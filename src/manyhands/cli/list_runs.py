@@ -41,15 +41,21 @@ COLUMNS = ("run", "job", "outcome", "strategy", "workers", "steps", "time", "bes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("runs"), help="default: runs")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        help="folder of the runs (default: runs)",
+    )
     parser.add_argument(
         "--sort",
         default="started",
         metavar="BY",
-        help="started (default: the oldest first), best (the best first, per metric), time (the longest "
-        "first), steps, outcome, job or name",
+        help="sort by started (default: the oldest first), best (the best first, per metric), time (the "
+        "longest first), steps, outcome, job or name",
     )
-    parser.add_argument("--json", action="store_true", help="everything, as a JSON list")
+    parser.add_argument("--json", action="store_true", help="print everything, as a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -119,16 +119,17 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--strategy SPEC",
         "how the workers agree on the weights: allreduce (default), single, ps:sync, ps:async, ps:ssp, "
-        "ps:backup; with options in brackets, such as ps:ssp(staleness=4)",
+        "ps:backup; with options in parentheses, quoted for the shell, such as 'ps:ssp(staleness=4)'",
     )
     add(
         "--workers --nproc-per-node N",
-        "how many workers (default: 2, or 1 for single); MIN:MAX starts MAX, and fails when fewer than MIN "
-        "are left and they can't be replaced",
+        "number of workers (default: 2, or 1 for single); MIN:MAX starts MAX, and the run fails when fewer "
+        "than MIN are left and they can't be replaced",
     )
     add(
         "--device D",
-        "auto (default), cpu, cuda or cuda:N; or a list that workers take in turn, such as cuda,cpu",
+        "device of each worker: auto (default), cpu, cuda or cuda:N; or a list that workers take in turn, "
+        "such as cuda,cpu",
     )
     add(
         "--threads N",
@@ -140,7 +141,7 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="set a field of the job (a hyperparameter); may be repeated",
+        help="set a field of the job (a hyperparameter), such as lr=0.05; may be repeated",
     )
 
 
@@ -155,12 +156,13 @@ def _add_batch_flags(group: argparse._ArgumentGroup) -> None:
     add(
         "--scale-batch RULE",
         "scale the global batch with the number of workers, and the learning rate with it: linear, sqrt (by "
-        "the square root), or none (default: the batch and the mathematics stay the same). batch_size and "
-        "learning rate are meant for the number of workers at the start",
+        "the square root), or none (default: the batch and the mathematics stay the same). The job's "
+        "batch_size and learning rate are those of the number of workers at the start",
     )
     add(
         "--scale-reference N",
-        "with --scale-batch: batch_size and learning rate are for N workers instead; 1: per worker",
+        "with --scale-batch: the job's batch_size and learning rate are those of N workers instead; 1: of "
+        "each worker",
     )
     add(
         "--scale-warmup STEPS",
@@ -177,11 +179,11 @@ def _add_end_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--max-steps N",
-        "stop after N steps of this start, save a checkpoint and exit with 0; manyhands resume continues",
+        "stop after N more steps, save a checkpoint and exit with 0; manyhands resume continues",
     )
     add(
         "--max-time TIME",
-        "the same after a time, such as 90s, 10m or 1h30m, since the command was started",
+        "do the same after this time since the command was started, such as 90s, 10m or 1h30m",
     )
 
 
@@ -189,7 +191,7 @@ def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
     add = partial(_add, group)
     add(
         "--max-restarts N",
-        "how many dead members are replaced (default: 3); 0: continue with fewer. If the weights are lost, "
+        "number of dead members to replace (default: 3); 0: continue with fewer. If the weights are lost, "
         "all members restart from the last checkpoint, also up to N times",
     )
     add(
@@ -198,7 +200,7 @@ def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--stuck-after SECONDS",
-        "report a worker that hangs in the job's code for this long, with the stacks of its threads in its "
+        "report a worker that hangs in the job's code for this long, write the stacks of its threads to its "
         f"log (default: {STUCK_AFTER_S:.0f}), and kill it after ten times as long; 0: never",
     )
     add(
@@ -216,20 +218,20 @@ def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
 def _add_output_flags(group: argparse._ArgumentGroup) -> None:
     add = partial(_add, group)
     add("--checkpoint-every STEPS", "save every STEPS steps, in addition to after each epoch")
-    add("--keep N", "how many of the newest checkpoints to keep, and the best (default: 3)")
+    add("--keep N", "keep the N newest checkpoints (default: 3), and always the best")
     group.add_argument(
-        "--quiet", action="store_true", help="print only failures and one line at the end"
+        "--quiet", action="store_true", help="print only failures, and one line at the end"
     )
     add(
         "--control HOW",
-        "how members connect to the coordinator: unix (default), tcp, or tcp://HOST:PORT; tcp is TLS 1.3 "
-        "with mutual certificates; with --on env, the coordinator's address",
+        "control link between members and coordinator: unix (default), tcp, or tcp://HOST:PORT; tcp is TLS "
+        "1.3 with mutual certificates; with --on env, the address at which the coordinator listens",
     )
     group.add_argument(
         "--trust-network",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="authenticate bulk data without encrypting it: for private networks",
+        help="authenticate gradients and parameters without encrypting them: for private networks",
     )
 
 
@@ -290,7 +292,7 @@ def resolve_options(
 def _features(
     resolved: Resolved, settings: Mapping[str, str], cluster: ClusterSpec | None
 ) -> dict[Feature, str]:
-    """Return what is to be combined with the strategy, as far as the command line says it."""
+    """Return the features that the command line combines with the strategy."""
     given = {FP32: "float32"}
     if (
         cluster is not None

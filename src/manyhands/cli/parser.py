@@ -31,7 +31,10 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"there is no flag {flags[0]}: {name} is a field of the job. Type  {dashes}{typed}"
             )
-        self.error(f"there is no flag {flags[0]}{closest(flags[0], known)}")
+        # Compared without the dashes, which all flags have.
+        long = [name[2:] for name in known if name.startswith("--")]
+        hint = closest(flags[0].lstrip("-"), long).replace("'", "'--", 1)
+        self.error(f"there is no flag {flags[0]}{hint}")
 
     def num_values(self, word: str) -> int | None:
         """Return how many of the next words are values of this flag; None if the word is no known flag."""
@@ -48,7 +51,12 @@ class Parser(argparse.ArgumentParser):
         )
         if wrong:
             noun, word, allowed = wrong.groups()
-            hint = closest(word, re.findall(r"[\w-]+", allowed))
+            choices = re.findall(r"[\w-]+", allowed)
+            hint = closest(word, choices)
             message = f"there is no {noun.lower()} {word!r}{hint}"
+            if hint == ".":
+                message += f" There are: {', '.join(choices)}."
+        elif missing := re.fullmatch(r"the following arguments are required: (.*)", message):
+            message = f"{self.prog} needs {missing[1]}."
         print(f"error: {message}\nSee: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)

@@ -48,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint",
         metavar="step-N",
-        help="resume from this one (default: the newest valid one)",
+        help="resume from this checkpoint (default: the newest intact one)",
     )
     parser.add_argument(
         "--schedule",
         metavar="HOW",
-        help="what the learning rate schedule does if there are more steps than it was made for: stretch "
+        help="how the learning-rate schedule continues if there are more steps than it was made for: stretch "
         "(over all steps, from its current position), restart (over the remaining steps) or keep (as it was; "
-        "then the rate stays where it ended)",
+        "after its end, the rate stays the same)",
     )
     add_training_flags(parser)
 

@@ -26,13 +26,13 @@ POLL_S = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
     parser.add_argument(
-        "--workers", type=int, required=True, metavar="N", help="how many from now on"
+        "--workers", type=int, required=True, metavar="N", help="number of workers from now on"
     )
     parser.add_argument(
         "--wait",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="wait until they have joined (default)",
+        help="wait until they have joined or left (default)",
     )
 
 

@@ -33,7 +33,7 @@ LOST_SHOWN = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
-    parser.add_argument("--json", action="store_true", help="as a JSON object, curves included")
+    parser.add_argument("--json", action="store_true", help="print a JSON object, curves included")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,7 +78,9 @@ def _rows(run: Digest, *, bars: str) -> Iterator[tuple[str, str]]:
     yield "outcome", _outcome(run)
     if run.error and run.outcome not in DONE:
         yield "why", run.error
-    inside = [f"{round(run.epochs, 2):g} epochs"] if run.epochs is not None else []
+    inside = []
+    if run.epochs is not None:
+        inside.append(f"{round(run.epochs, 2):g} epoch{'' if run.epochs == 1 else 's'}")
     inside += [plural(run.samples, "sample")] if run.samples else []
     yield "steps", count(run.step) + (f" ({', '.join(inside)})" if inside else "")
     if run.samples_per_s:

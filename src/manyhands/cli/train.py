@@ -67,15 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="path.py, or path.py:Name for one of several jobs; or a module, pkg.module:Name",
     )
     add_training_flags(parser)
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="default: runs/<job>-<time>")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="folder of the run (default: runs/<job>-<time>)"
+    )
     parser.add_argument(
         "--init-from",
         metavar="RUN",
-        help="start with the weights of another run, including rows of tables: its best ones, or those of "
-        "RUN:last or RUN:N (a step). Optimizer, schedule and step count start fresh",
+        help="start with the weights of another run, including rows of tables: RUN for its best checkpoint, "
+        "RUN:last, or RUN:N for that of step N. Optimizer, schedule and step count start fresh",
     )
     parser.add_argument(
-        "--check", action="store_true", help="test everything except training, then stop"
+        "--check",
+        action="store_true",
+        help="test job, strategy and cluster with one sample, without training, then stop",
     )
 
 

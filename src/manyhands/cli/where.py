@@ -59,33 +59,36 @@ def add_place_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--on",
         metavar="WHERE",
-        help="local: processes of this machine (the default, unless torchrun, srun or the like has started "
-        "several of this command: then say which is meant); env: torchrun, srun, Kubernetes or a person "
-        "has started this command on every host; the first process coordinates, the others serve it; ray: "
-        "a Ray cluster, that of this machine or of RAY_ADDRESS, or ray=HOST:PORT, or ray=local for one "
-        "that is started for the run; from outside of the cluster:  ray job submit",
+        help="where members run. local: on this machine (default; required if torchrun, srun or the like has "
+        "started several processes and each should train alone). env: on all hosts on which torchrun, srun, "
+        "Kubernetes or you have started this command; the first process coordinates, the others serve it. "
+        "ray: on the Ray cluster of this machine or of RAY_ADDRESS; ray=HOST:PORT: on that cluster; "
+        "ray=local: on one that is started for the run. From outside of a cluster, use  ray job submit",
     )
     group.add_argument(
         "--cluster",
         type=Path,
         metavar="FILE",
-        help="a file that names the hosts, instead of the environment; this command runs on each of them",
+        help="with --on env: a file that lists the hosts, instead of the environment; the same on each of "
+        "them",
     )
     group.add_argument(
-        "--as", metavar="NAME", help="which host of that file this is (default: by its own name)"
+        "--as",
+        metavar="NAME",
+        help="with --cluster: this host's entry in the file (default: the one with its host name)",
     )
     group.add_argument(
         "--slots",
         type=int,
         metavar="N",
-        help="with --on env: how many members each process may start (default: 1)",
+        help="with --on env: number of members that each process may start (default: 1)",
     )
     group.add_argument(
         "--wait",
         type=float,
         metavar="SECONDS",
         help="with --on env: how long processes wait for each other at the start (default: 300); with "
-        "--on ray: how long for nodes that are not there yet",
+        "--on ray: how long to wait for free resources and new nodes (default: 300)",
     )
     group.add_argument(
         "--key-file",

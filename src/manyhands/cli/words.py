@@ -29,14 +29,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--similar",
         metavar="WORDS",
-        help="print the nearest words; several are added, -WORD is subtracted",
-    )
-    parser.add_argument("--count", type=int, default=10, help="how many (default: 10)")
-    parser.add_argument(
-        "--analogies", type=Path, metavar="FILE", help="such as questions-words.txt"
+        help="print the words nearest to WORDS, separated by commas: their sum, minus each -WORD",
     )
     parser.add_argument(
-        "--restrict", type=int, default=30_000, help="to the most frequent words (default: 30000)"
+        "--count",
+        type=int,
+        default=10,
+        metavar="N",
+        help="with --similar: number of words to print (default: 10)",
+    )
+    parser.add_argument(
+        "--analogies",
+        type=Path,
+        metavar="FILE",
+        help="print the accuracy on a file of analogies, such as questions-words.txt",
+    )
+    parser.add_argument(
+        "--restrict",
+        type=int,
+        default=30_000,
+        metavar="N",
+        help="with --analogies: use only the N most frequent words (default: 30000)",
     )
     parser.add_argument(
         "--pairs",
@@ -44,13 +57,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         action="append",
         default=[],
-        help="such as wordsim353.tsv",
+        help="print the correlation with human ratings of similarity, such as wordsim353.tsv; may be "
+        "repeated",
     )
     parser.add_argument(
-        "--picture", metavar="WORDS", help="draw these words and their neighbours (see --out)"
+        "--picture",
+        metavar="WORDS",
+        help="draw these words, separated by commas, and their neighbours, to the file of --out",
     )
-    parser.add_argument("--out", type=Path, default=Path("words.svg"), help="default: words.svg")
-    parser.add_argument("--save", type=Path, metavar="FILE", help=".bin: binary; else text")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("words.svg"),
+        metavar="FILE",
+        help="with --picture: the SVG to write (default: words.svg)",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="save the vectors in word2vec's format: binary if the name ends in .bin, else text",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """`MANYHANDS_<OPTION>` stands for a flag that was not given: flag > environment > default.
 
-What launchers such as torchrun say of who this process is, the readers in `specs/` read.
+Variables in which torchrun and other launchers describe the cluster are read in `discovery/`.
 """
 
 from __future__ import annotations

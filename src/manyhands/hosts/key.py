@@ -54,8 +54,8 @@ def _checked(text: str, where: str) -> str:
     text = text.strip()
     if len(text) < MIN_CHARACTERS or not text.isprintable():
         raise UsageError(
-            f"{where} holds {len(text)} characters, and a key has {MIN_CHARACTERS} or more that can be "
-            "printed. Take the one that  manyhands key  prints."
+            f"{where} holds {len(text)} characters; a key has at least {MIN_CHARACTERS}, all of them "
+            "printable. Make one with  manyhands key."
         )
     return text
 
@@ -64,7 +64,7 @@ def no_key(source: str, command: str = "train ... --on env") -> UsageError:
     """Return the error if a key is required and missing. `command`: what is run on every host."""
     line = f"manyhands {command} --key-file run.key"
     return UsageError(
-        f"{source} may name other hosts, and no key was given, so that anybody in the network could "
+        f"{source} may name other hosts, and no key was given, so anyone in the network could "
         "join. Make one, and give the same to every process:\n"
         f"    {'(umask 077; manyhands key > run.key)':{len(line)}}  once\n"
         f"    {line}  on every host\n"

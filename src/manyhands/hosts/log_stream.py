@@ -121,6 +121,6 @@ class LogFiles:
         if not self._told:
             self._told = True
             self._notify(
-                f"the log of {name} can't be written ({why}); the run goes on, and logs of members on other "
-                "hosts lack what they print until there is room"
+                f"the log of {name} can't be written ({why}); until there is room, the output of "
+                "members on other hosts is dropped; the run continues"
             )

@@ -78,7 +78,7 @@ def unfit(ours: dict[str, str], theirs: dict[str, str]) -> str:
     """Return why a host's versions exclude it from the run; empty if they don't."""
     for name in ("manyhands", "torch"):
         mine, other = ours[name], str(theirs.get(name, "none"))
-        # Of torch the minor version has to match; of manyhands, whose messages have no versions, all of it.
+        # The minor version of torch must match, and all of that of manyhands: its messages have no version.
         parts = 2 if name == "torch" else 9
         if mine.split(".")[:parts] != other.split(".")[:parts]:
             return f"it has {name} {other}, and the coordinator {name} {mine}"

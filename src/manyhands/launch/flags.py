@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser, job_type: Any) -> None:
             groups[its.group] = parser.add_argument_group(its.group)
         help, default, required = its.help, each.default, each.default is MISSING
         if default and not required:
-            help = f"{help} (default: {default})" if help else f"default: {default}"
+            help = f"{help} (default: {default})"
         groups[its.group].add_argument(
             its.name,
             dest=each.name,

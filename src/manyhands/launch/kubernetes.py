@@ -51,20 +51,28 @@ class KubernetesJob:
     image: str = _resource(
         "--image",
         "IMAGE",
-        "contains manyhands and the job file; JOB is a path in it",
+        "container image with manyhands and the job file; JOB is a path in it",
         r"[\w.][\w.:/@-]*",
         "registry.example.org/train:1.0",
         default=MISSING,
     )
-    namespace: str | None = _resource("--namespace", "NAME", "", LABEL, f"team-a: {LETTERS}")
-    pods: int = _resource("--pods", "N", default=2)
-    cpus: str | None = _resource(
-        "--cpus", "N", "per pod, such as 4 or 500m", CPUS, "4, 0.5 or 500m"
+    namespace: str | None = _resource(
+        "--namespace", "NAME", "namespace of all objects", LABEL, f"team-a: {LETTERS}"
     )
-    memory: str | None = _resource("--memory", "SIZE", "per pod, such as 16Gi", QUANTITY, "16Gi")
-    gpus: int = _resource("--gpus", "N", "per pod", default=0, least=0)
+    pods: int = _resource("--pods", "N", "number of pods", default=2)
+    cpus: str | None = _resource(
+        "--cpus", "N", "CPUs per pod, such as 4 or 500m", CPUS, "4, 0.5 or 500m"
+    )
+    memory: str | None = _resource(
+        "--memory", "SIZE", "memory per pod, such as 16Gi", QUANTITY, "16Gi"
+    )
+    gpus: int = _resource("--gpus", "N", "GPUs per pod", default=0, least=0)
     gpu_resource: str = _resource(
-        "--gpu-resource", "NAME", "their name in the cluster", RESOURCE, default="nvidia.com/gpu"
+        "--gpu-resource",
+        "NAME",
+        "name of the GPU resource in the cluster",
+        RESOURCE,
+        default="nvidia.com/gpu",
     )
     slots: int | None = _resource("--slots", "N", "members per pod (default: its GPUs, or 1)")
     folder: str = _storage(
@@ -76,16 +84,16 @@ class KubernetesJob:
         default="/runs",
     )
     claim: str | None = _storage(
-        "--claim", "NAME", "an existing volume claim", SUBDOMAIN, "team-runs"
+        "--claim", "NAME", "use this volume claim instead of a new one", SUBDOMAIN, "team-runs"
     )
-    storage: str = _storage("--storage", "SIZE", "of a new volume", QUANTITY, default="20Gi")
+    storage: str = _storage("--storage", "SIZE", "size of the new volume", QUANTITY, default="20Gi")
     storage_class: str | None = _storage(
-        "--storage-class", "NAME", "of a new volume", SUBDOMAIN, "nfs"
+        "--storage-class", "NAME", "storage class of the new volume", SUBDOMAIN, "nfs"
     )
     secret: str | None = _start(
         "--secret",
         "NAME",
-        "holds the run's key (default: NAME-key); see the file",
+        "secret with the run's key (default: NAME-key); the file shows how to make it",
         SUBDOMAIN,
         "digits-key",
     )
@@ -95,7 +103,7 @@ class KubernetesJob:
     retries: int = _start(
         "--retries",
         "N",
-        "how many failed pods are replaced; preempted ones don't count",
+        "number of failed pods to replace; preempted ones don't count",
         default=10,
         least=0,
     )

@@ -37,7 +37,7 @@ class SlurmJob:
     name: str
     flags: tuple[str, ...] = ()
     """Passed on to `manyhands train`."""
-    nodes: int = _resource("--nodes", "N", default=2)
+    nodes: int = _resource("--nodes", "N", "number of nodes", default=2)
     tasks_per_node: int | None = _resource(
         "--tasks-per-node",
         "N",
@@ -45,12 +45,16 @@ class SlurmJob:
     )
     cpus_per_task: int | None = _resource("--cpus", "N", "cores per task")
     gpus_per_node: str | None = _resource(
-        "--gpus", "N", "per node, such as 4 or a100:4", GPUS, "4 or a100:4"
+        "--gpus", "N", "GPUs per node, such as 4 or a100:4", GPUS, "4 or a100:4"
     )
-    memory: str | None = _resource("--memory", "SIZE", "per node, such as 64G", MEMORY, "64G")
-    time: str | None = _resource("--time", "T", TIMES, TIME, TIMES)
-    partition: str | None = _resource("--partition", "NAME", "", PARTITIONS, "gpu or gpu,long")
-    account: str | None = _resource("--account", "NAME", "", NAME, "lab-42")
+    memory: str | None = _resource(
+        "--memory", "SIZE", "memory per node, such as 64G", MEMORY, "64G"
+    )
+    time: str | None = _resource("--time", "T", f"time limit: {TIMES}", TIME, TIMES)
+    partition: str | None = _resource(
+        "--partition", "NAME", "partition, or several: gpu,long", PARTITIONS, "gpu or gpu,long"
+    )
+    account: str | None = _resource("--account", "NAME", "account to charge", NAME, "lab-42")
     options: tuple[str, ...] = _resource(
         "--sbatch",
         "OPTION",
@@ -62,23 +66,25 @@ class SlurmJob:
     setup: tuple[str, ...] = _start(
         "--setup",
         "COMMAND",
-        'run before the tasks, such as "module load cuda"; may be repeated',
+        'shell command to run before the tasks, such as "module load cuda"; may be repeated',
         default=(),
     )
     run_dir: str | None = _start(
-        "--run-dir", "DIR", "on a disk that all nodes share (default: runs/NAME-JOBID)"
+        "--run-dir",
+        "DIR",
+        "folder of the run, on a disk that all nodes share (default: runs/NAME-JOBID)",
     )
     key_file: str | None = _start(
-        "--key-file", "FILE", "holds the run's key (default: ~/.manyhands/key)"
+        "--key-file", "FILE", "file with the run's key (default: ~/.manyhands/key)"
     )
     warn_s: int = _start(
         "--warn",
         "SECONDS",
-        "how long before its end the job saves a checkpoint and stops",
+        "how long before the time limit the job saves a checkpoint and stops",
         default=120,
     )
     requeues: int = _start(
-        "--requeues", "N", "how often it may be requeued after that", default=100, least=0
+        "--requeues", "N", "number of times that a preempted job is requeued", default=100, least=0
     )
 
     def __post_init__(self) -> None:

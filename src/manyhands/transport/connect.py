@@ -101,8 +101,8 @@ def _connect_once(
             link.recv(FIRST, timeout_s=max(0.0, deadline - time.monotonic()))
         except ProtocolError as error:
             raise BadFrame(
-                f"{peer} did not begin with a welcome: it is no listener of ours, or one that asks "
-                "for the run's secret."
+                f"{peer} did not begin with a welcome: it is not a manyhands listener, or it "
+                "expects the run's secret."
             ) from error
         stack.pop_all()
     return link

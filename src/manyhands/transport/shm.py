@@ -41,13 +41,13 @@ class Segment:
     @classmethod
     def create(cls, nbytes: int, *, label: str = "manyhands") -> Segment:
         """Create zeroed memory. `label` is shown in /proc."""
-        assert nbytes > 0, "a segment holds something"
+        assert nbytes > 0, "a segment is not empty"
         descriptor = os.memfd_create(label, os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes)
         except OSError as error:
             os.close(descriptor)
-            raise LinkError(f"{nbytes:,} bytes of shared memory can't be had: {error}") from error
+            raise LinkError(f"can't allocate {nbytes:,} bytes of shared memory: {error}") from error
         return cls(descriptor, nbytes, f"shm:{os.getpid()}:{descriptor}:{nbytes}")
 
     @classmethod
@@ -55,7 +55,7 @@ class Segment:
         """Attach to a segment of another process of this user on this host."""
         parts = _ADDRESS.fullmatch(address)
         if parts is None:
-            raise LinkError(f"{address!r} is no address of shared memory.")
+            raise LinkError(f"{address!r} is not an address of shared memory.")
         pid, number, nbytes = (int(part) for part in parts.groups())
         try:
             descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)

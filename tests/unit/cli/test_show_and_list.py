@@ -199,7 +199,7 @@ def test_list_sorts_and_shows_changed_fields(
     assert told[1]["changed"] == {"lr": "0.1", "epochs": "3"}
     assert told[2]["best"] == {"loss": 0.25, "accuracy": 0.75}
     assert main(["list", "--sort", "bets"]) == 2
-    assert "--sort bets: it is one of started, best, time" in (err := capsys.readouterr().err)
+    assert "--sort bets: it must be one of started, best, time" in (err := capsys.readouterr().err)
     assert "did you mean 'best'?" in err
     assert main(["list", "runs/good"]) == 2
     assert "manyhands show runs/good" in capsys.readouterr().err

@@ -248,7 +248,7 @@ def test_a_ray_job_starts_its_script_on_the_head(tmp_path: Path) -> None:
     [
         (
             {"kind": "jobsett"},
-            "--kind jobsett: it is one of job, jobset, rayjob; did you mean 'jobset'?",
+            "--kind jobsett: it must be one of job, jobset, rayjob; did you mean 'jobset'?",
         ),
         ({"name": "Digits"}, "--name 'Digits': it must look like digits-large: small letters"),
         ({"name": "my_job"}, "--name 'my_job'"),

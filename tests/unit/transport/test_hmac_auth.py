@@ -470,7 +470,7 @@ def test_links_of_other_kinds_fail_on_both_sides(listener: Listener) -> None:
     with pytest.raises(LinkError, match="was refused"):
         connect(listener.address, credentials=credentials, timeout_s=LONG_S)
     until_refused(listener, 1)
-    with pytest.raises(BadFrame, match="asks for the run's secret"):
+    with pytest.raises(BadFrame, match="expects the run's secret"):
         connect(listener.address, insecure=True, timeout_s=LONG_S)
     until_refused(listener, 2)
     with Listener(ADDRESS, credentials=credentials) as secured, pytest.raises(LinkTimeout):

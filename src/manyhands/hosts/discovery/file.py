@@ -61,7 +61,7 @@ def read(path: Path, *, name: str | None = None, hostname: str = "") -> ClusterS
 def parse(
     data: Any, *, source: str = "cluster file", name: str | None = None, hostname: str = ""
 ) -> ClusterSpec:
-    """Parse a cluster file. `mine` is None if it is unknown which entry this host is."""
+    """Parse a cluster file. `mine` of the result is None if this host's entry is unknown."""
     if not isinstance(data, dict):
         raise ClusterError(f"{source} must be an object with a list of hosts.")
     _known(data, ("hosts", "port"), source)
@@ -96,7 +96,7 @@ def _entry(host: dict[str, Any], where: str) -> Entry:
     _known(host, KEYS, where)
     name = host.get("name")
     if not isinstance(name, str) or not name.strip() or name != name.strip():
-        raise ClusterError(f'{where} has no name: write  name = "gpu-a", as the host calls itself.')
+        raise ClusterError(f'{where} has no name: write its host name, as  name = "gpu-a".')
     where = f"{name!r} in {where.partition(' of ')[2]}"
     address = host.get("address", name)
     if not isinstance(address, str) or not is_host(address):
@@ -108,9 +108,7 @@ def _entry(host: dict[str, Any], where: str) -> Entry:
     if not isinstance(role, str) or role not in ROLES:
         meant = ELSEWHERE.get(str(role))
         hint = f"; did you mean {meant!r}?" if meant else closest(str(role), ROLES)
-        raise ClusterError(
-            f"The role of {where} is {role!r}, and allowed are {', '.join(ROLES)}{hint}"
-        )
+        raise ClusterError(f"The role of {where} is {role!r}; allowed are {', '.join(ROLES)}{hint}")
     devices = host.get("devices", [])
     if not isinstance(devices, list) or not all(
         isinstance(d, str) and _DEVICE.fullmatch(d) for d in devices
@@ -122,7 +120,7 @@ def _entry(host: dict[str, Any], where: str) -> Entry:
     least = 0 if role == COORDINATOR else 1
     if host.get("slots") == 0 and least:
         raise ClusterError(
-            f"{where} has slots = 0, and is a {role}. Only the coordinator may do nothing else: write  "
+            f"{where} has slots = 0, and is a {role}. Only the coordinator can have no slots: write  "
             'role = "coordinator"  there, too, or leave slots out.'
         )
     slots = _number(host, "slots", where, least=least, most=MAX_SLOTS, default=len(devices) or 1)
@@ -150,14 +148,14 @@ def _elect(entries: Sequence[Entry], source: str) -> list[Entry]:
     if len(named) > 1:
         names = ", ".join(entry.name for entry in named)
         raise ClusterError(
-            f"{source} has {len(named)} coordinators: {names}. There may be one; make the "
+            f"{source} has {len(named)} coordinators: {names}. Only one is allowed; make the "
             'others  role = "worker".'
         )
     workers = [entry for entry in entries if entry.role == WORKER]
     if not named and not workers:
         raise ClusterError(
-            f"{source} has no worker and no coordinator: no process would train. Leave the role of a "
-            "host out, and it is a worker."
+            f"{source} has no worker and no coordinator: no process would train. Remove the role of a "
+            "host, to make it a worker."
         )
     chosen = (named or workers)[0]
     if not workers and not chosen.slots:
@@ -199,8 +197,8 @@ def _rank(
     roles = [entry.role for entry in ranked]
     if EVALUATOR in roles and any(role != EVALUATOR for role in roles[roles.index(EVALUATOR) :]):
         raise ClusterError(
-            f"{ranked[roles.index(EVALUATOR)].name!r} in {source} is an evaluator, which is in no "
-            "count: its rank must come after all others."
+            f"{ranked[roles.index(EVALUATOR)].name!r} in {source} is an evaluator, which is not "
+            "counted: its rank must come after all others."
         )
     return ranked
 
@@ -236,7 +234,7 @@ def _known(table: dict[str, Any], allowed: Sequence[str], where: str) -> None:
     for key in table:
         if key not in allowed:
             raise ClusterError(
-                f"{where} has {key!r}, and allowed are {', '.join(allowed)}{closest(key, allowed)}"
+                f"{where} has {key!r}; allowed are {', '.join(allowed)}{closest(key, allowed)}"
             )
 
 

@@ -93,7 +93,7 @@ Addresses = dict[str, list[tuple[str, int]]]
 def _cluster(config: dict[str, Any]) -> Addresses:
     """Return the addresses by role, checked."""
     if "cluster" not in config:
-        raise ClusterError(f'{NAME} has no "cluster": it must say who takes part, like  {EXAMPLE}')
+        raise ClusterError(f'{NAME} has no "cluster": it must list the processes, like  {EXAMPLE}')
     must_be = f"an object of roles, like  {EXAMPLE}"
     given = _expect(config["cluster"], dict, f'"cluster" in {NAME}', must_be)
     cluster: Addresses = {}
@@ -101,14 +101,14 @@ def _cluster(config: dict[str, Any]) -> Addresses:
     for role, addresses in given.items():
         if role not in ROLES:
             raise ClusterError(
-                f"{NAME} has the role {role!r}, and allowed are {', '.join(ROLES)}"
+                f"{NAME} has the role {role!r}; allowed are {', '.join(ROLES)}"
                 f"{closest(role, ROLES)}"
             )
         must_be = f'a list of addresses, like  "{role}": ["10.0.0.1:2222"]'
         _expect(addresses, list, f'"{role}" in {NAME}', must_be)
         if role in AT_MOST_ONE and len(addresses) > 1:
             raise ClusterError(
-                f"{NAME} has {len(addresses)} addresses as {role!r}: there may be one. "
+                f"{NAME} has {len(addresses)} addresses as {role!r}: only one is allowed. "
                 + ("Make the others workers." if role == "chief" else "Take out the others.")
             )
         for position, address in enumerate(addresses):
@@ -142,7 +142,7 @@ def _task(config: dict[str, Any], cluster: Addresses) -> tuple[str, int]:
     """Type and index of this process's task."""
     if "task" not in config:
         raise ClusterError(
-            f'{NAME} has no "task": it must say which of them this process is, like  "task": {TASK}'
+            f'{NAME} has no "task": it must name the entry of this process, like  "task": {TASK}'
         )
     task = _expect(config["task"], dict, f'"task" in {NAME}', f"like  {TASK}")
     for key in ("type", "index"):
@@ -152,7 +152,7 @@ def _task(config: dict[str, Any], cluster: Addresses) -> tuple[str, int]:
     if role not in ROLES if isinstance(role, str) else True:
         given = repr(role) if isinstance(role, str) else _kind(role)
         raise ClusterError(
-            f"The task's type in {NAME} is {given}, and allowed are {', '.join(ROLES)}"
+            f"The task's type in {NAME} is {given}; allowed are {', '.join(ROLES)}"
             f"{closest(str(role), ROLES)}"
         )
     # TensorFlow leaves its one evaluator out of the cluster that trains.

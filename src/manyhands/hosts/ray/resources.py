@@ -156,8 +156,8 @@ def check_possible(slots: Sequence[RaySlot], nodes: Sequence[RayNode]) -> None:
         else "Ask for fewer --threads, or another --device"
     )
     raise UsageError(
-        f"The Ray cluster can never give {describe(slots)}. It has\n    {there}\n{fewer}; or add nodes; or, "
-        "where nodes come by themselves (an autoscaler), say how long to wait for them: --wait 600."
+        f"The Ray cluster can never give {describe(slots)}. It has\n    {there}\n{fewer}; or add nodes. If "
+        "an autoscaler adds them, say how long to wait: --wait 600."
     )
 
 

@@ -119,15 +119,15 @@ HOST = '[[hosts]]\nname="a"\n'
         ('[hosts.a]\nrole = "worker"', "has no list of hosts"),
         (
             '[[host]]\nname="a"',
-            "c.toml has 'host', and allowed are hosts, port; did you mean 'hosts'?",
+            "c.toml has 'host'; allowed are hosts, port; did you mean 'hosts'?",
         ),
         ("[[hosts]]\n", "hosts[0] of c.toml has no name"),
         (HOST + "[[hosts]]\nname=7\n", "hosts[1] of c.toml has no name"),
-        (HOST + "rolle='worker'", "hosts[0] of c.toml has 'rolle', and allowed are name"),
+        (HOST + "rolle='worker'", "hosts[0] of c.toml has 'rolle'; allowed are name"),
         (HOST + HOST, "has 2 hosts with the name 'a': names tell them apart"),
         (
             HOST + 'role="chief"',
-            "is 'chief', and allowed are coordinator, worker, server, evaluator",
+            "is 'chief'; allowed are coordinator, worker, server, evaluator",
         ),
         (HOST + 'role="ps"', "did you mean 'server'?"),
         (HOST + "role=1", "The role of 'a' in c.toml is 1"),
@@ -139,7 +139,7 @@ HOST = '[[hosts]]\nname="a"\n'
         ("port='x'\n" + HOST, "port of c.toml is 'x'"),
         (
             HOST + "slots=0",
-            "'a' in c.toml has slots = 0, and is a worker. Only the coordinator may",
+            "'a' in c.toml has slots = 0, and is a worker. Only the coordinator can",
         ),
         (HOST + "slots=true", "slots of 'a' in c.toml is True"),
         (HOST + "slots=-2", "slots of 'a' in c.toml is -2"),
@@ -153,7 +153,7 @@ HOST = '[[hosts]]\nname="a"\n'
         (HOST + 'role="coordinator"\nslots=0', "and 'a' has slots = 0: no process would train"),
         (
             HOST + 'role="coordinator"\n[[hosts]]\nname="b"\nrole="coordinator"',
-            "has 2 coordinators: a, b. There may be one",
+            "has 2 coordinators: a, b. Only one is allowed",
         ),
         (HOST + "rank=0\n[[hosts]]\nname='b'\nrank=0", "'a' and 'b' in c.toml both have rank 0"),
         (HOST + "rank=0\n[[hosts]]\nname='b'", "'b' in c.toml has no rank, and others have"),
@@ -166,7 +166,7 @@ HOST = '[[hosts]]\nname="a"\n'
         (
             HOST
             + "rank=0\n[[hosts]]\nname='e'\nrank=1\nrole='evaluator'\n[[hosts]]\nname='c'\nrank=2",
-            "'e' in c.toml is an evaluator, which is in no count",
+            "'e' in c.toml is an evaluator, which is not counted",
         ),
     ],
 )
