@@ -23,6 +23,7 @@ SUMMARY_KEYS = {
     *("final_metrics", "best_metrics", "bytes_sent", "checkpoint", "error"),
     *("pushes", "staleness", "lost", "replaced", "begun_again", "injected"),
     *("chaos", "monitor", "limit"),
+    *("target", "time_to_target_s", "samples_to_target", "steps_to_target"),
 }
 
 

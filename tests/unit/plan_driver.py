@@ -50,6 +50,7 @@ def drive(
     back_after: Collection[int] = (),
     worlds: Mapping[int, int] | None = None,
     loss: Callable[[int], float] = lambda step: math.nan,
+    on_target: Callable[[float], bool] = lambda value: False,
 ) -> Life:
     """Play driver and workers: orders ahead, commits behind, at random; stop or cut by count.
 
@@ -84,7 +85,9 @@ def drive(
             if not open_steps:
                 life.results.append((training_plan.step, training_plan.epoch))
                 monitor = training_plan.config.monitor.name
-                training_plan.evaluated({"other": 0.5, monitor: metric(training_plan.epoch)})
+                value = metric(training_plan.epoch)
+                found = {"other": 0.5, monitor: value}
+                training_plan.evaluated(found, on_target=on_target(value))
         else:
             life.orders.append(order)
             if isinstance(order, TrainSteps):

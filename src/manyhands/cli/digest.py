@@ -34,7 +34,7 @@ class Digest:
     started: str
     outcome: str
     limit: str | None
-    """The flag that ended it, if the outcome is "limit"."""
+    """The flag that ended it, if the outcome is "limit" or "target"."""
     error: str | None
     seconds: float
     """Over all starts."""

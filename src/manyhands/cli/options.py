@@ -15,6 +15,7 @@ from manyhands.coordinator.batch_scaling import LINEAR, NONE, RULES, SQRT, WARMU
 from manyhands.coordinator.fault_spec import EXAMPLE, FaultSpec, check, parse_chaos
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.stuck import STUCK_AFTER_S
+from manyhands.coordinator.target import target_text
 from manyhands.errors import UsageError, check_choice
 from manyhands.events.units import parse_time
 from manyhands.hosts.devices import check_device
@@ -51,6 +52,7 @@ def number_or_range(text: str) -> int | str:
 
 WANTED = PARSED | {
     parse_time: "a time with its unit, such as 90s, 10m or 1h30m",
+    target_text: 'METRIC=NUMBER, such as accuracy=0.97 or "min perplexity=20"',
     number_or_range: "a number, such as 4, or MIN:MAX (MIN at least 1), such as 2:4",
 }
 """Values that parsers of options accept, in words for errors."""
@@ -185,6 +187,12 @@ def _add_end_flags(group: argparse._ArgumentGroup) -> None:
         "--max-time TIME",
         "do the same after this time since the command was started, such as 90s, 10m or 1h30m",
     )
+    add(
+        "--target METRIC=NUMBER",
+        "the same after the first evaluation that reaches it, such as accuracy=0.97; the summary has the "
+        'time, steps and samples until then. Write "min NAME=NUMBER" or "max NAME=NUMBER" if the name does '
+        "not show what is better",
+    )
 
 
 def _add_fault_flags(group: argparse._ArgumentGroup) -> None:
@@ -280,6 +288,7 @@ def resolve_options(
         max_bad_steps=resolved.get("max_bad_steps", MAX_BAD_STEPS, int, least=0),
         max_steps=resolved.get("max_steps", None, int, least=1),
         max_time_s=resolved.get("max_time", None, parse_time),
+        target=resolved.get("target", None, target_text) or "",
         stuck_after_s=0.0 if debug else stuck_after,  # a debugger stops the worker for any time
         equal_shares=resolved.get("equal_shares", False, parse_bool),
         scaling=_scaling(resolved, count),

@@ -36,6 +36,7 @@ examples:
   manyhands resume runs/digits-20260101-120000 --workers 4
   manyhands resume runs/digits-20260101-120000 --set epochs=20 --schedule stretch    train longer
   manyhands resume runs/digits-20260101-120000 --max-time 50m      the next fifty minutes of it
+  manyhands resume runs/digits-20260101-120000 --target accuracy=0.99   until it is that good
   manyhands resume runs/digits-20260101-120000 --set lr=0.01       with another learning rate
   manyhands resume runs/digits-20260101-120000 --checkpoint step-276   from an older checkpoint
   srun manyhands resume runs/digits-4711 --on env --key-file run.key   on many hosts
@@ -133,7 +134,7 @@ def _resume(
 def _resolve(arguments: argparse.Namespace, options: Mapping[str, Any]) -> Resolved:
     """Take the options of the last start, except those that this start must choose anew."""
     resolved = Resolved(arguments, options)
-    for flag in ("chaos", "max_steps", "max_time", "on", *MEANT_FOR):
+    for flag in ("chaos", "max_steps", "max_time", "target", "on", *MEANT_FOR):
         resolved.forget(flag)
     before = options.get("on", {}).get("value", "local")
     if (resolved.get("on", "local"), before) != ("local", "local"):

@@ -47,6 +47,7 @@ examples:
   manyhands train job.py --set steps=5000 --set eval_every="200 steps"
                                         for 5,000 steps, whatever the number of epochs
   manyhands train job.py --max-time 50m   stop in time; manyhands resume continues
+  manyhands train job.py --target accuracy=0.97   until it is that good, and how long that takes
   manyhands train job.py --check        test job, strategy and cluster without training
   manyhands train job.py --workers 4 --scale-batch linear --scale-reference 1
                                         four times the batch and learning rate of one worker

@@ -11,8 +11,9 @@ checkpoint counts when all have reported, and is void if one of them dies before
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from manyhands.control.messages import Saved, Saving
 from manyhands.coordinator.options import RunOptions
@@ -37,6 +38,8 @@ class ExpectedCheckpoint:
     """Writers that have copied the state: they can write it whatever happens to it now."""
     reports: dict[str, Saved] = field(default_factory=dict)
     """Of the writers that have written."""
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    """State of the statistics when the last writer had copied its own."""
 
     @property
     def started(self) -> bool:
@@ -57,8 +60,16 @@ class ExpectedCheckpoint:
 
 class CheckpointTracker:
     def __init__(
-        self, run: RunFolder, stream: Stream, options: RunOptions, *, newest: Manifest | None
+        self,
+        run: RunFolder,
+        stream: Stream,
+        options: RunOptions,
+        *,
+        newest: Manifest | None,
+        stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
+        """`stats`: returns what a checkpoint keeps besides the plan."""
+        self._stats = stats
         self._run = run
         self._stream = stream
         self._options = options
@@ -96,6 +107,7 @@ class CheckpointTracker:
         expected = self._expected.get(report.step)
         if expected is not None and expected.view == report.view:
             expected.copied.add(member)
+            expected.stats = self._stats()
 
     def written(self, member: str, report: Saved) -> None:
         expected = self._expected.get(report.step)
@@ -168,7 +180,7 @@ class CheckpointTracker:
             files=[
                 {name: vars(facts) for name, facts in report.files.items()} for report in reports
             ],
-            training_plan=order.state,
+            training_plan={**order.state, **expected.stats},
             strategy=self._options.strategy,
             workers=expected.workers,
             writers=expected.writers,

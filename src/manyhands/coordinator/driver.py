@@ -26,8 +26,9 @@ from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.failure_handler import FailureHandler
 from manyhands.coordinator.fault_injector import FaultInjector
 from manyhands.coordinator.membership import Membership
-from manyhands.coordinator.plan import TrainingPlan
+from manyhands.coordinator.plan import TARGET, TrainingPlan
 from manyhands.coordinator.run_stats import RunStats
+from manyhands.coordinator.target import target_of
 from manyhands.coordinator.training import Training
 from manyhands.errors import (
     CheckpointError,
@@ -67,8 +68,13 @@ class Driver:
         self.coordinator = coordinator = context.coordinator
         self.options = options = context.options
         self.stream = stream = context.stream
-        self.checkpoint_tracker = CheckpointTracker(context.run, stream, options, newest=checkpoint)
-        self.run_stats: RunStats = RunStats(options, before=before.run_stats if before else None)
+        self._checkpoint = checkpoint
+        self.run_stats: RunStats = RunStats(
+            options, saved=self._saved_plan, before=before.run_stats if before else None
+        )
+        self.checkpoint_tracker = CheckpointTracker(
+            context.run, stream, options, newest=checkpoint, stats=self.run_stats.state
+        )
         self.membership: Membership = Membership(
             context,
             options.assignment(context.run.path, checkpoint.path if checkpoint else None),
@@ -85,7 +91,6 @@ class Driver:
         self.training: Training | None = None
         """Set once all members are ready."""
         self._before = before
-        self._checkpoint = checkpoint
         self._on_ready = on_ready
         self._on_poll = on_poll
         self._last_progress = time.monotonic()
@@ -140,8 +145,14 @@ class Driver:
         for name, each in facts.items():
             self.stream.emit(job_checks.ready_event(name, each, config))
         self.run_stats.unit = first.unit
+        plan = TrainingPlan(config, saved)
+        watch = self.run_stats.target_watch
+        if watch.target is None and self.options.target:
+            watch.target = target_of(self.options.target, first, monitor=config.monitor)
+        if watch.reached is not None:
+            plan.stop(TARGET)
         return Training(
-            TrainingPlan(config, saved),
+            plan,
             self.context,
             self.membership,
             self.checkpoint_tracker,
@@ -171,6 +182,7 @@ class Driver:
             workers=self.options.workers,
             scaling=self.options.scaling,
             saved=self._saved_plan,
+            target=self.options.target if self._before is None else "",
         )
 
     @property

@@ -17,6 +17,7 @@ from manyhands.coordinator.metric_monitor import (
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import PlanConfig
 from manyhands.coordinator.plateau import Plateau, parse_plateau, resolve, saved_watch
+from manyhands.coordinator.target import target_of
 from manyhands.errors import JobError, UsageError
 from manyhands.events import events
 from manyhands.hosts.view import Seat, gpu_each
@@ -42,9 +43,10 @@ def check_job(
     workers: int,
     scaling: Scaling = FIXED,
     saved: Mapping[str, Any] | None = None,
+    target: str = "",
 ) -> None:
     """Refuse what only shows when the job is loaded, or when its metrics are known. `saved`: the plan of a
-    resumed run."""
+    resumed run; `target`: that of this start, as typed."""
     fields, samples, metrics = facts.fields, facts.train_samples, facts.metrics
     batch, monitor = fields.batch_size, metric_name(fields.monitor)
     if batch > samples:
@@ -72,8 +74,10 @@ def check_job(
             f"eval_samples={fields.eval_samples} needs samples to choose from: eval_data() must return a "
             "data set. To evaluate nothing:  --set eval_samples=none."
         )
-    monitor_of(facts, saved)
+    monitor_found = monitor_of(facts, saved)
     plateau_of(facts, saved)
+    if target:
+        target_of(target, facts, monitor=monitor_found, saved=saved)
 
 
 def _check_scaling(scaling: Scaling, batch: int, *, workers: int, samples: int) -> None:

@@ -65,6 +65,8 @@ class RunOptions:
     """Steps of this start after which it stops."""
     max_time_s: float | None = None
     """Seconds since this start after which it stops."""
+    target: str = ""
+    """Value of a metric at which this start stops, as typed; empty: none."""
     equal_shares: bool = False
     """If true, all workers get equal shares of a batch, regardless of their speed."""
     scaling: Scaling = FIXED

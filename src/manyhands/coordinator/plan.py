@@ -7,8 +7,8 @@
                           training, which may be in the middle of an epoch. The plan waits for the result
         Checkpoint?       every `checkpoint_every` steps, if asked for; and if the evaluation was the best
         Checkpoint        after each epoch
-    Stop                  at the end of the training or of the patience, at the limit of this start, or on
-                          request
+    Stop                  at the end of the training or of the patience, at the limit or the target of this
+                          start, or on request
 
 Nothing is dispatched across an evaluation, a checkpoint or an end, so each is exact in steps. Steps may be
 committed in any order. Samples are counted, not steps: the state of a plan is the epoch, what is committed of
@@ -35,6 +35,8 @@ from manyhands.ranges import Range, Ranges, shares, split
 
 LIMIT = "limit"
 """The reason of a stop at the limit of this start: the training is not over."""
+TARGET = "target"
+"""The reason of a stop at the target of this start: the training is not over."""
 
 
 @dataclass(frozen=True)
@@ -252,8 +254,9 @@ class TrainingPlan:
         """Make the next order a checkpoint: one that was ordered is lost."""
         self._checkpoint_lost = True
 
-    def evaluated(self, metrics: Mapping[str, float]) -> bool:
-        """Take in the awaited evaluation; True if it is the best so far."""
+    def evaluated(self, metrics: Mapping[str, float], *, on_target: bool = False) -> bool:
+        """Take in the awaited evaluation; True if it is the best so far. `on_target`: it reaches the target
+        of this start."""
         assert self._awaiting
         self._awaiting, self._evaluated_step = False, self.step
         self._saved = -1  # a checkpoint of this step, if there is one, lacks the result
@@ -262,9 +265,11 @@ class TrainingPlan:
         is_best = self.best.add(metrics, step=self.step)
         patience = self.config.patience
         if not is_best and patience is not None and self.best.evaluation.waited >= patience:
-            if self._leases.exhausted:
-                self._next_epoch()
             self._stop = self._stop or "early-stopped"
+        elif on_target:
+            self._stop = self._stop or TARGET
+        if self._stop is not None and self._leases.exhausted:
+            self._next_epoch()
         return is_best
 
     def stop(self, reason: str, *, save: bool = True) -> None:

@@ -18,7 +18,7 @@ from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.options import LaunchPlan, RunOptions
-from manyhands.coordinator.plan import LIMIT, TrainingPlan
+from manyhands.coordinator.plan import LIMIT, TARGET, TrainingPlan
 from manyhands.errors import (
     Diverged,
     Interrupted,
@@ -41,7 +41,11 @@ from manyhands.threads import on_process_failure
 FOLDER_CHECK_S = 1.0
 """Interval of checks that the run folder still exists."""
 DONE = ("finished", "early-stopped")
-EXIT_CODES = {"finished": 0, "early-stopped": 0, LIMIT: 0, "interrupted": 130, "preempted": 75}
+EXIT_CODES = {
+    **dict.fromkeys((*DONE, LIMIT, TARGET), 0),
+    "interrupted": 130,
+    "preempted": 75,
+}
 
 
 def train(
@@ -226,7 +230,7 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
     best = plan.best.evaluation if plan else None
     return {
         "outcome": outcome,
-        "limit": _limit(driver) if outcome == LIMIT else None,
+        "limit": _limit(driver, outcome),
         "strategy": driver.options.strategy,
         "workers": driver.options.workers,
         "steps": plan.committed_step if plan else none,
@@ -236,6 +240,8 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
         "final_metrics": final,
         "monitor": str(plan.config.monitor) if plan and plan.config.has_eval else None,
         "best_metrics": {**best.metrics, "step": best.step} if best and best.metrics else None,
+        "target": driver.options.target or None,
+        **stats.to_target(),
         "bytes_sent": stats.bytes_sent,
         "pushes": stats.audit(),
         "staleness": stats.staleness.to_dict() if stats.staleness else None,
@@ -243,15 +249,19 @@ def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
         "replaced": membership.num_replaced,
         "begun_again": membership.num_full_restarts,
         "injected": len(injector.faults) if injector else 0,
-        "chaos": injector.summary(finished=outcome in (*DONE, LIMIT)) if injector else None,
+        "chaos": injector.summary(finished=outcome in (*DONE, LIMIT, TARGET)) if injector else None,
         "checkpoint": checkpoint,
         "error": error,
     }
 
 
-def _limit(driver: Driver) -> str:
+def _limit(driver: Driver, outcome: str) -> str | None:
     """The flag that ended this start, as it was typed."""
     options, plan = driver.options, driver.plan
+    if outcome == TARGET:
+        return f"--target {options.target}"
+    if outcome != LIMIT:
+        return None
     if plan is not None and plan.limited:
         return f"--max-steps {options.max_steps}"
     return f"--max-time {show_time(options.max_time_s or 0.0)}"

@@ -209,17 +209,22 @@ class Training:
         plan = self.plan
         if plan.awaiting:  # else a stop was requested meanwhile, and a resumed run evaluates again
             samples, metrics = evaluation_of(parts, self.dispatcher.progress.measures)
-            if (name := plan.config.monitor.name) not in metrics:
-                gave = ", ".join(metrics) or "none"
-                raise JobError(f"monitor is {name!r}, and the evaluation gave {gave}.")
+            step, epoch, watch = plan.step, plan.epoch, self._run_stats.target_watch
+            for option, metric in (("monitor", plan.config.monitor), ("--target", watch.metric)):
+                if metric is not None and metric.name not in metrics:
+                    gave = ", ".join(metrics) or "none"
+                    raise JobError(f"{option} is {metric.name!r}, and the evaluation gave {gave}.")
             event = events.Evaluated(
-                step=plan.step,
-                epoch=plan.epoch,
+                step=step,
+                epoch=epoch,
                 samples=samples,
                 metrics=metrics,
-                best=plan.evaluated(metrics),
+                best=plan.evaluated(metrics, on_target=watch.is_met(metrics)),
                 seconds=max(part.seconds for part in parts),
             )
+            reached = self._run_stats.evaluated(event, samples=plan.samples_used)
             self._note_progress(event)
             self._stream.emit(event)
+            if reached is not None:
+                self._stream.emit(reached)
         self.dispatcher.evaluated()

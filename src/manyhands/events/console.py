@@ -34,6 +34,7 @@ OUTCOME_STYLES = {
     "finished": "bold green",
     "early-stopped": "bold green",
     "limit": "bold green",
+    "target": "bold green",
     "failed": BAD,
     "diverged": BAD,
 }
@@ -82,6 +83,8 @@ class Console(Sink):
             case events.Evaluated():
                 best = ("  best", GOOD) if event.best else ""
                 self.line(text.evaluation_line(event, self.status), best)
+            case events.TargetReached():
+                self.line(("target", GOOD), f": {text.target_line(event)}")
             case events.RateChanged():
                 self.line((text.rate_line(event, self.status), WARN))
             case events.Noticed() | events.ScaleAnswered():

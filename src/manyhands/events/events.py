@@ -8,6 +8,7 @@
         repeat:
             StepCommitted*                  samples per member, loss
             Evaluated?                      on all workers, after an epoch or a number of steps
+            TargetReached?                  with --target: that evaluation reached it
             RateChanged?                    new factor of the learning rate, new batch size
             CheckpointSaved?
             Noticed*                        a note for the user; no action needed
@@ -153,6 +154,27 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetReached(Event):
+    """An evaluation reached the target of this start, which ends with it.
+
+    All counts and times are those of the whole run, earlier starts included. The times are None if the run
+    was started by a version that did not save them."""
+
+    step: int
+    epoch: int
+    samples: int
+    """Samples trained on so far."""
+    metric: str
+    value: float
+    """Of the evaluation."""
+    target: float
+    time_to_target_s: float | None
+    """Time spent training, without start-up and evaluations."""
+    startup_s: float | None
+    evaluation_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RateChanged(Event):
     """The factor on the scheduled learning rate, or the batch size, has changed."""
 
@@ -271,7 +293,7 @@ class MemberExited(Event):
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(Event):
     outcome: str
-    """"finished", "early-stopped", "limit", "interrupted", "preempted", "diverged", "failed"."""
+    """"finished", "early-stopped", "limit", "target", "interrupted", "preempted", "diverged", "failed"."""
     summary: Mapping[str, Any]
     """As in summary.json."""
     resume_command: str | None

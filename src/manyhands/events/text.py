@@ -271,6 +271,20 @@ def evaluation_line(event: events.Evaluated, status: RunStatus) -> str:
     return clean(f"{head}{_figures(event.metrics)}")
 
 
+def target_line(event: events.TargetReached) -> str:
+    found = (
+        f"{event.metric} {figure(event.value)} reaches {event.target:g} at step {count(event.step)}"
+    )
+    if event.time_to_target_s is None or event.startup_s is None or event.evaluation_s is None:
+        return clean(found)
+    besides = f"start-up {_precise(event.startup_s)}, evaluation {_precise(event.evaluation_s)}"
+    return clean(f"{found}, after {_precise(event.time_to_target_s)} of training ({besides})")
+
+
+def _precise(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else duration(seconds)
+
+
 def _epoch(epoch: int, plan: events.MemberReady | None) -> str:
     total = f"/{plan.epochs}" if plan and plan.epochs is not None else ""
     return f"epoch {epoch + 1}{total}"
@@ -354,6 +368,8 @@ def summary_rows(event: events.RunFinished, run: str | None) -> Rows:
         where += [direction(known["monitor"])] if known.get("monitor") else []
         note = f"  ({', '.join(where)})" if where else ""
         rows.append(("best", clean(_figures(best) + note)))
+    if known.get("target"):
+        rows.append(("target", clean(_target(known))))
     if known.get("checkpoint"):
         rows.append(("checkpoint", clean(_in_run(run, known["checkpoint"]))))
     if run:
@@ -389,6 +405,19 @@ def _in_run(run: str | None, path: str) -> str:
 def _epochs(number: float) -> str:
     """Format a number of epochs; a stopped run has a fraction."""
     return f"{round(number, 2):g} epoch" + ("" if number == 1 else "s")
+
+
+def _target(summary: Mapping[str, Any]) -> str:
+    """Describe what it took to reach the target."""
+    if "steps_to_target" not in summary:
+        return f"{summary['target']} was not reached"
+    took = [
+        plural(summary["steps_to_target"], "step"),
+        plural(summary["samples_to_target"], "sample"),
+    ]
+    if "time_to_target_s" in summary:
+        took.insert(0, f"{_precise(summary['time_to_target_s'])} of training")
+    return f"{summary['target']} took {', '.join(took)}"
 
 
 def _chaos(num_faults: int, chaos: Mapping[str, Any]) -> str:

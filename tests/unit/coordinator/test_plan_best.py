@@ -143,3 +143,30 @@ def test_a_stop_without_saving_orders_no_checkpoint() -> None:
     training_plan.stop("diverged", save=False)
     assert [plan.step for plan in steps.plans] == [1, 2]
     assert training_plan.next(2) == Stop("diverged")
+
+
+@given(
+    values=st.lists(st.sampled_from([0.1, 0.2, 0.3]), min_size=1, max_size=7),
+    patience=st.one_of(st.none(), st.integers(1, 3)),
+    seed=st.integers(0, 2**32),
+)
+def test_one_start_after_the_other_up_to_a_target(
+    values: list[float], patience: int | None, seed: int
+) -> None:
+    """Each ends at the first evaluation on target, with its epoch; together they are the training."""
+    whole, life = finish(values, patience=patience)
+    chance, state, committed = random.Random(seed), None, []
+    metric, on_target = values.__getitem__, (0.2).__ge__
+    while True:
+        training_plan = TrainingPlan(whole.config, state)
+        part = drive(training_plan, chance=chance, metric=metric, on_target=on_target)
+        committed += part.committed
+        if part.stop != "target":
+            break
+        assert on_target(values[part.results[-1][1]])
+        assert not any(on_target(values[epoch]) for _, epoch in part.results[:-1])
+        assert part.checkpoints[-1].step == training_plan.step
+        state = through_json(part.checkpoints[-1].state)
+        assert (state["committed"], state["epoch"]) == ([], part.results[-1][1] + 1)
+    assert part.stop == life.stop
+    assert committed == life.committed

@@ -254,3 +254,32 @@ def test_a_training_of_a_number_of_steps_has_no_last_epoch(start: list[ev.Event]
         step=25, epoch=2, samples=64, metrics={"loss": 0.5}, best=True, seconds=0.1
     )
     assert text.evaluation_line(evaluated, status) == "epoch 3  step 25  eval loss 0.5000"
+
+
+def test_a_target_that_was_reached() -> None:
+    event = ev.TargetReached(
+        step=1_115,
+        epoch=4,
+        samples=71_185,
+        metric="accuracy",
+        value=0.97222,
+        target=0.97,
+        time_to_target_s=83.2,
+        startup_s=6.683,
+        evaluation_s=0.0351,
+    )
+    head = "accuracy 0.9722 reaches 0.97 at step 1,115"
+    assert text.target_line(event) == (
+        f"{head}, after 1 m 23 s of training (start-up 6.68 s, evaluation 0.04 s)"
+    )
+    unknown = replace(event, time_to_target_s=None, startup_s=None, evaluation_s=None)
+    assert text.target_line(unknown) == head
+    summary = {"target": "accuracy=0.97", "steps_to_target": None, "time_to_target_s": None}
+    end = ev.RunFinished(outcome="finished", summary=summary, resume_command=None)
+    assert text.summary_rows(end, None) == [("target", "accuracy=0.97 was not reached")]
+    summary |= {"steps_to_target": 1_115, "samples_to_target": 71_185}
+    took = "accuracy=0.97 took 1,115 steps, 71,185 samples"
+    assert text.summary_rows(end, None) == [("target", took)]
+    summary |= {"time_to_target_s": 83.2}
+    took = "accuracy=0.97 took 1 m 23 s of training, 1,115 steps, 71,185 samples"
+    assert text.summary_rows(end, None) == [("target", took)]

@@ -76,7 +76,7 @@ if [ "$RUN/summary.json" -nt "$RUN.started" ]; then
     case "$(sed -n 's/.*"outcome": "\([a-z-]*\)".*/\1/p' "$RUN/summary.json")" in
         preempted) code=75 ;;
         diverged) code=65 ;;
-        finished | early-stopped) code=0 ;;
+        finished | early-stopped | limit | target) code=0 ;;
     esac
 fi
 rm -f "$RUN.started"
