@@ -179,6 +179,62 @@ def test_rows_of_tables_are_saved_and_loaded(tmp_path: Path) -> None:
     assert done.stdout.count("fine") == 2  # two processes may write into one line
 
 
+WITH_A_GROUP_OF_ITS_OWN = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+import manyhands as mh
+
+dist.init_process_group("gloo")
+mine, rank = dist.distributed_c10d._get_default_group(), dist.get_rank()
+total = torch.full((10_000,), float(rank + 1))
+# The first worker begins before all that join() does, the second when all is over: any operation of join() in
+# this group would meet the wrong one.
+work = dist.all_reduce(total, async_op=True) if rank == 0 else None
+
+inputs = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+data = mh.data.Arrays(inputs, inputs.sum(dim=1, keepdim=True))
+def loss(model, batch):
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+for _ in range(2):
+    with mh.join("allreduce", device="cpu") as hands:
+        model = nn.Linear(4, 1)
+        hands.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in hands.batches(data, batch_size=16):
+            hands.step(loss, batch)
+        hands.mean(rank)
+
+work = work or dist.all_reduce(total, async_op=True)
+work.wait()
+assert total.unique().tolist() == [3.0], total
+assert dist.distributed_c10d._get_default_group() is mine
+weights = [torch.empty(4) for _ in range(2)]
+dist.all_gather(weights, model.weight.detach().view(-1).contiguous())
+assert torch.equal(*weights)
+dist.destroy_process_group()
+print("fine", flush=True)
+# A thread of the user's gloo may still free a tensor, which aborts a process whose interpreter is ending.
+os._exit(0)
+"""
+
+
+def test_a_default_group_of_the_user_stays_untouched(tmp_path: Path) -> None:
+    script = tmp_path / "loop.py"
+    script.write_text(WITH_A_GROUP_OF_ITS_OWN)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*start, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fine") == 2
+
+
 def test_data_that_can_not_be_shared_out_is_refused() -> None:
     from torch.utils.data import IterableDataset
 

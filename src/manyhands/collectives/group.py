@@ -322,7 +322,11 @@ class TorchGroup(Group):
         self._splits: list[TorchGroup] = []
         self._num_splits: dict[tuple[int, ...], int] = {}
         before = open_sockets() if backend == "gloo" else None
-        self._backend: Any = interruptible(self._connect, check=check)
+        connect_s = limits.gather_s + limits.connect_s
+        try:
+            self._backend: Any = interruptible(self._connect, timeout_s=connect_s, check=check)
+        except TimeoutError as error:
+            raise RuntimeError(f"timed out waiting for connections: {error}") from error
         self._connections = Connections(before)
 
     def watch(self) -> None:
@@ -489,7 +493,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def peer_lost(error: BaseException) -> bool:
-    """Return true if an error of a collective means that another member is gone or frozen."""
+    """Return true if an error of a collective means that another member is gone or frozen. Maybe that member
+    kept the store, which has errors of its own."""
+    if isinstance(error, dist.DistNetworkError):
+        return True
     text = str(error).lower()
     return any(phrase in text for phrase in _LOST)
 

@@ -1,8 +1,8 @@
 """Gather texts through a torch store, before workers are connected, with waits that can be interrupted.
 
 Each worker posts a text and waits for those of all others (`gather`). Neither a wait in a store nor
-connecting can be ended from outside, so both run in a thread of their own, which is abandoned if the wait is
-over (`interruptible`).
+connecting can be ended from outside, and a store on a host that is gone may not even answer, so both run in a
+thread of their own, which is abandoned if the wait is over or took too long (`interruptible`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def gather(
 
     Raises TimeoutError if not all have posted theirs in time, and what `check` raises meanwhile.
     """
-    deadline = time.monotonic() + timeout_s
     stop = threading.Event()
 
     def post_and_wait() -> list[str]:
@@ -46,20 +45,23 @@ def gather(
         while not store.check(keys):
             if stop.is_set():
                 return []
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not all workers joined within {timeout_s:.0f} s")
             time.sleep(POLL_S)
         return [store.get(key).decode() for key in keys]
 
     try:
-        return interruptible(post_and_wait, check=check)
+        return interruptible(post_and_wait, timeout_s=timeout_s, check=check)
+    except TimeoutError as error:
+        raise TimeoutError(f"not all workers joined within {timeout_s:.0f} s") from error
     finally:
         stop.set()
 
 
-def interruptible(call: Callable[[], Result], *, check: Callable[[], None]) -> Result:
-    """Return what `call` returns. If `check` raises before, `call` is abandoned: its thread continues, and
-    its result is dropped."""
+def interruptible(
+    call: Callable[[], Result], *, timeout_s: float, check: Callable[[], None]
+) -> Result:
+    """Return what `call` returns. If `check` raises before, or it takes longer than `timeout_s`, which raises
+    TimeoutError, `call` is abandoned: its thread continues, and its result is dropped."""
+    deadline = time.monotonic() + timeout_s
     results: list[Result] = []
     errors: list[BaseException] = []
     over = threading.Event()
@@ -75,6 +77,8 @@ def interruptible(call: Callable[[], Result], *, check: Callable[[], None]) -> R
     start_thread(run, name="joining", on_error=fail)
     while not over.wait(CHECK_EVERY_S):
         check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it took longer than {timeout_s:.0f} s")
     if errors:
         raise errors[0]
     return results.pop()
