@@ -31,7 +31,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.collectives.group import view_change_on_lost_peer
 from manyhands.compute.feed import Feed, Share, is_map_style
 from manyhands.compute.param_groups import foreign_parameters, untrained_parameters
-from manyhands.compute.seeds import seed_compute
 from manyhands.compute.train_state import Loss, TrainState, to_device
 from manyhands.contract import Context, Joined, Learner, StepReport, Strategy
 from manyhands.control.messages import Portion
@@ -105,6 +104,7 @@ class Hands:
             optimizer=optimizer,
             loss=_no_loss,
             device=self.device,
+            seed=self._seed,
             scheduler=scheduler,
             clip_norm=clip_norm,
             tables=LocalTables.of(model, seed=self._seed),
@@ -175,7 +175,6 @@ class Hands:
             samples = total = _count(batch)
             train_state.weight = _count
         self._steps += 1
-        seed_compute(self.device, self._seed, "step", self._steps, self.rank)
         began = time.perf_counter()
         share = Share(self._steps, 0, samples, total, [(batch, samples)], self.rank)
         report = self._learner.step(share)

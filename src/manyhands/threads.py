@@ -45,10 +45,14 @@ def fail_process(error: BaseException) -> None:
     _on_process_failure(error)
 
 
-def on_process_failure(handler: OnError) -> None:
-    """Set what `fail_process` does here. By default it prints the traceback, and the process continues."""
+def on_process_failure(handler: OnError) -> OnError:
+    """Set what `fail_process` does here; return what it did before.
+
+    By default it prints the traceback, and the process continues.
+    """
     global _on_process_failure
-    _on_process_failure = handler
+    before, _on_process_failure = _on_process_failure, handler
+    return before
 
 
 def describe(error: BaseException) -> str:

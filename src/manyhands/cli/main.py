@@ -7,12 +7,16 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from manyhands import __version__
 from manyhands.cli import entry
 from manyhands.cli.habits import check_set
 from manyhands.cli.parser import Parser
 from manyhands.errors import ManyhandsError
+
+if TYPE_CHECKING:
+    from manyhands.coordinator.options import LaunchPlan
 
 COMMANDS = {
     "train": "train",
@@ -46,7 +50,9 @@ Ctrl-C/SIGTERM, otherwise that of the first member that failed.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, launch_plan: LaunchPlan | None = None) -> int:
+    """Run a command; return its exit code. `launch_plan`: how to start members, instead of as processes of
+    this machine."""
     parser = Parser(
         prog="manyhands",
         description="Distributed training: every strategy is one switch on the same job file.",
@@ -71,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_set(words)
         own, passed = _split(words)
         arguments, left_over = parser.parse_known_args(own)
-        arguments.passed = passed
+        arguments.passed, arguments.launch_plan = passed, launch_plan
         if left_over:
             if arguments.explain:
                 arguments.explain(arguments.parser, words)

@@ -118,7 +118,7 @@ def _resume(
         folder.write_config({**config, "settings": dict(options.settings), "options": sources})
 
     console = make_console(quiet=arguments.quiet, shared=arguments.debug)
-    with launching(cluster, resolved, options) as (launch_plan, done):
+    with launching(cluster, resolved, options, arguments.launch_plan) as (launch_plan, done):
         return done(
             train(
                 options,

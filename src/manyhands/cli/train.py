@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (source := resolved.get("init_from", None)) is not None:
         weights = init_from.find_weights(source)
         options = replace(options, init_from=weights.path.resolve())
-    with launching(cluster, resolved, options) as (launch_plan, done):
+    with launching(cluster, resolved, options, arguments.launch_plan) as (launch_plan, done):
         if arguments.check:
             return done(_check(options, launch_plan))
         return done(_train(arguments, resolved, options, launch_plan, job, weights))

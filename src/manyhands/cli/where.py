@@ -230,10 +230,18 @@ def with_slots(spec: ClusterSpec, slots: int | None) -> ClusterSpec:
 
 @contextmanager
 def launching(
-    cluster: ResolvedCluster | RayCluster | None, resolved: Resolved, options: RunOptions
+    cluster: ResolvedCluster | RayCluster | None,
+    resolved: Resolved,
+    options: RunOptions,
+    plan: LaunchPlan | None = None,
 ) -> Iterator[tuple[LaunchPlan, Callable[[int], int]]]:
-    """Yield the launch plan, and a function to call with the exit code, with which the agents end."""
-    if cluster is None:
+    """Yield the launch plan, and a function to call with the exit code, with which the agents end.
+
+    `plan`: given by the caller of the command, instead of by its flags.
+    """
+    if plan is not None:
+        assert cluster is None, "either the command line says where members run, or its caller"
+    elif cluster is None:
         launcher = LocalLauncher(terminal=options.debug)
         timeouts = Timeouts.endless() if options.debug else None
         plan = LaunchPlan(resolved.get("control", "unix"), launcher, timeouts=timeouts)

@@ -32,6 +32,9 @@ def join_group(me: Me, view: View) -> Group:
     """
     if view.world == 1:
         return LoneWorker()
+    if me.make_group is not None:
+        made: Group = me.make_group(view)
+        return made
     backend = backend_for(view)
     assert backend == "gloo" or not gloo_tls.in_use(), "NCCL has no TLS"
     if backend == "nccl":

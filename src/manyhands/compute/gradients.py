@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from manyhands.compute.feed import Share
-from manyhands.compute.seeds import derive
+from manyhands.compute.seeds import derive, seed_compute
 from manyhands.compute.train_state import TrainState, checked_weight
 from manyhands.embeddings.modules import RowModel
 from manyhands.hosts.activity import COMPUTING
@@ -91,6 +91,8 @@ def gradients(
     last = len(share.batches) - 1
     for index, ((batch, _), weight) in enumerate(zip(share.batches, weights, strict=True)):
         with local() if index < last else nullcontext(), train_state.activity.during(COMPUTING):
+            if index == 0:  # here, so that a step draws the same numbers in every strategy
+                seed_compute(train_state.device, train_state.seed, "step", share.step, share.part)
             loss = None
             if weight != 0:
                 train_state.tables.batch = batch

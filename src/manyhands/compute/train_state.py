@@ -24,7 +24,7 @@ from manyhands.compute.schedule_hints import TrainingLength, schedule_hint
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.embeddings.modules import ANCHOR, add_anchor
 from manyhands.errors import JobError
-from manyhands.hosts.activity import Activity
+from manyhands.hosts.activity import LOADING, Activity
 from manyhands.job import Job
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -38,6 +38,8 @@ class TrainState:
     loss: Loss
     """Returns the mean loss of a batch, from (model, batch)."""
     device: str = "cpu"
+    seed: int = 0
+    """The job's: the random numbers of a step, such as those of dropout, are derived from it."""
     scheduler: Any = None
     """A torch scheduler, or None."""
     clip_norm: float | None = None
@@ -80,6 +82,7 @@ class TrainState:
             optimizer=cast(Optimizer, None),
             loss=lambda model, batch: job_loss(job, model, batch)[0],
             device=device,
+            seed=job.seed,
             clip_norm=job.clip_norm,
             weight=job.weight if type(job).weight is not Job.weight else None,
             schedule_of=job.schedule,
@@ -89,7 +92,8 @@ class TrainState:
 
     def renew_model(self, job: Job) -> None:
         """Build the model again, as it was at first."""
-        self.model, self.tables = _build_model(job, self.device)
+        with self.activity.during(LOADING):
+            self.model, self.tables = _build_model(job, self.device)
 
     def build_optimizer(
         self, job: Job, *, num_steps: int, steps_per_epoch: int | None = None

@@ -141,6 +141,7 @@ class Coordinator:
                 self.timeouts,
                 self._notify,
                 self.thread_failed,
+                self.interrupt,
             )
         )
         self._listener.hand_over(self._read, name="read", on_error=self.thread_failed)

@@ -7,6 +7,7 @@ checkpoint.
 from __future__ import annotations
 
 import shlex
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,10 +125,14 @@ def _coordinator(
         keys=options.needs_keys,
         authority=launch_plan.authority,
     ) as coordinator:
-        # Ctrl-C, a scheduler's SIGTERM or SIGUSR1, the hang-up of a terminal
-        on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
-        on_process_failure(coordinator.thread_failed)
-        yield coordinator
+        if threading.current_thread() is threading.main_thread():  # only there Python allows it
+            # Ctrl-C, a scheduler's SIGTERM or SIGUSR1, the hang-up of a terminal
+            on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
+        before = on_process_failure(coordinator.thread_failed)
+        try:
+            yield coordinator
+        finally:
+            on_process_failure(before)
 
 
 class FolderWatch:

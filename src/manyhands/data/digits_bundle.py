@@ -10,6 +10,7 @@ a second.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +45,7 @@ def digits(split: Literal["train", "test"]) -> Arrays:
     return Arrays(torch.from_numpy(images), torch.from_numpy(labels))
 
 
+@cache
 def _pixels_and_digit() -> tuple[Any, Any]:
     import numpy as np
 

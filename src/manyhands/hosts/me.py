@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from manyhands.errors import LinkError, LinkTimeout, PeerLost, UsageError, ViewChanging
 from manyhands.hosts.messages import LinkBroken
@@ -30,6 +30,8 @@ class Board(Protocol):
     def fetch(self, key: str, *, timeout_s: float) -> str: ...
 
     def send(self, message: object) -> None: ...
+
+    def fail_and_end(self, error: BaseException) -> None: ...
 
 
 @dataclass
@@ -61,6 +63,8 @@ class Me:
     a lower number are discarded."""
     addresses: dict[str, list[str]] = field(default_factory=dict)
     """Address to the members there, as far as known: errors of torch name addresses."""
+    make_group: Callable[[View], Any] | None = None
+    """Makes the Group of a view's workers, if they do not connect through torch: threads of one process."""
     in_doubt: bool = False
     """If true, peers were lost though no member died: check that all can be reached before the next group
     forms."""

@@ -63,7 +63,9 @@ ORPHANED = 70
 class Member:
     """This process as a member: its control link, its phase, its failure."""
 
-    def __init__(self, invitation: Invitation, messages: MessageSet) -> None:
+    def __init__(
+        self, invitation: Invitation, messages: MessageSet, *, activity: Activity | None = None
+    ) -> None:
         """`messages`: what the coordinator may send."""
         self.invitation = invitation
         self.name = invitation.member
@@ -87,7 +89,7 @@ class Member:
         self._board = BoardCopy(self.name)
         self._leaving = threading.Event()
         self._phase = ("starting", time.monotonic())
-        self.activity = Activity()
+        self.activity = activity or Activity()
         """While it changes, this member does not count as stuck."""
         self.before_exit: Callable[[], None] = lambda: None
         """Called when this member has reported its failure, before its process ends."""
@@ -202,7 +204,11 @@ class Member:
 
     def fail_and_end(self, error: BaseException) -> None:
         """Report that a thread of this process has failed, and end at once."""
-        end_now(self.fail(error))
+        self.end(self.fail(error))
+
+    def end(self, code: int) -> None:
+        """End this member at once."""
+        end_now(code)
 
     def _shown(self, error: BaseException) -> str:
         """Return the traceback from the job's own code on."""
@@ -231,7 +237,7 @@ class Member:
             except LinkError as error:
                 if not self._leaving.is_set():
                     print(f"{self.name}: the coordinator is gone ({error}); ending.", flush=True)
-                    end_now(ORPHANED)
+                    self.end(ORPHANED)
                 return
             match message:
                 case Posted(key, value):

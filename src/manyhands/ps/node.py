@@ -31,7 +31,6 @@ from manyhands.ps.rows import RowServerState
 from manyhands.ps.server import Server, ServerEvents, ServerView
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.transports import PsTransport, choose_transport
-from manyhands.threads import fail_process
 from manyhands.transport import Limits, Link
 
 logger = logging.getLogger("manyhands.ps")
@@ -44,7 +43,7 @@ APART_S = 5.0
 """Time without an answer after which a living server counts as unreachable from here."""
 
 FAILED_S = 2.0
-"""Grace period before a failed server ends its process, in case a view comes."""
+"""Grace period before a failed server ends its member, in case a view comes."""
 
 
 class PsNode:
@@ -109,10 +108,7 @@ class PsNode:
     def enter(self, view: View, local: Mapping[str, Sequence[FlatTensors]] | None = None) -> None:
         """Find the memory and, if this member is a server, the other servers. Does not wait for them."""
         params = self.transport.find_params(view)
-        if self.rounds is not None:
-            for each in self.rounds:
-                each.close()
-            self.rounds = None
+        self._forget_rounds()
         self.rounds = self.transport.enter(view)
         servers = self.servers_in(view)
         if self.me.name not in servers:
@@ -193,7 +189,13 @@ class PsNode:
         """End the server of this view. Returns what is in the weights, on the leader."""
         applied = self.applied_steps()
         self.leave()
+        self._forget_rounds()
         return applied
+
+    def _forget_rounds(self) -> None:
+        for each in self.rounds or ():
+            each.close()
+        self.rounds = None
 
     def dial(self, server: str) -> Link:
         """Connect to a server of this view; retries until it answers or a new view comes."""
@@ -231,15 +233,16 @@ class PsNode:
             self.board.send(LinkBroken(self.me.view.number, peer))
 
     def _on_server_error(self, error: BaseException) -> None:
-        """End the process after a failure of its server, unless a new view replaces the server anyway. A
+        """End this member after a failure of its server, unless a new view replaces the server anyway. A
         worker that waits for the server raises its error by itself; one that waits for orders does
         not, and the other workers would wait for this server."""
-        view, deadline = self.me.view.number, time.monotonic() + FAILED_S
+        grace_s = 0.0 if isinstance(error, WeightsLost) else FAILED_S  # no view brings them back
+        view, deadline = self.me.view.number, time.monotonic() + grace_s
         while time.monotonic() < deadline:
             if self.me.newest_view > view:
                 return
             time.sleep(POLL_S)
-        fail_process(error)
+        self.board.fail_and_end(error)
 
     def refused(self, peer: str, why: str) -> None:
         """Report a peer that broke the protocol, so that it is ended and nobody waits for it."""

@@ -1,4 +1,4 @@
-"""The conformance suite of strategies, with real processes. A new strategy is one more Case.
+"""The conformance suite of strategies. A new strategy is one more Case.
 
 from manyhands.testing.conformance import CHECKS, Case
 
@@ -6,6 +6,9 @@ from manyhands.testing.conformance import CHECKS, Case
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(case, check, tmp_path):
     check(case, tmp_path)
+
+With `Case("mine", workers=2, in_process=True)` members are threads of this process (in_process.py), and a
+check takes a few tenths of a second instead of ten. suite.py runs all of them with one call.
 """
 
 from __future__ import annotations
@@ -14,34 +17,48 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from manyhands.contract import Traits
+from manyhands.hosts.view import WORKER
+from manyhands.runs.folder import RunFolder
 from manyhands.strategies.registry import make_strategy
-from manyhands.testing import harness
+from manyhands.testing import harness, in_process
 from manyhands.testing.counting import COUNTING, Counting, check_counts
 from manyhands.testing.harness import Finished
+from manyhands.testing.thread_members import BEGIN, COMPUTE, EXCHANGE, Death
+
+Running = harness.RunningCommand | in_process.RunningThreads
 
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
+ACCURACY = 0.93
+"""Least accuracy on the digits after six epochs. One worker reaches 0.97; without any update it is 0.1."""
 EQUAL = "--equal-shares"
 """For bit-equal results: shares by speed depend on other load, and the order of sums on the shares."""
 
 
 @dataclass(frozen=True)
 class Case:
+    """A strategy with its options, on a number of workers."""
+
     strategy: str
     workers: int
     flags: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     counts_rows: bool = True
     """If true, rows of tables count every sample once per epoch too, not only dense weights."""
+
+    accuracy: float = ACCURACY
+    """Accuracy that it must reach on the digits; see `learns`."""
+    in_process: bool = False
+    """If true, members are threads of this process, and not processes."""
 
     def __str__(self) -> str:
         more = (*self.flags, *(f"{name}={value}" for name, value in self.fields.items()))
@@ -62,9 +79,40 @@ class Case:
             **{**self.fields, **fields},
         )
 
-    def train(self, job: str, run: Path, *flags: str, **fields: Any) -> Finished:
-        with harness.command(*self.arguments(job, run, *flags, **fields), run=run) as running:
+    @contextmanager
+    def command(
+        self, *arguments: str, run: Path, deaths: Sequence[Death] = ()
+    ) -> Iterator[Running]:
+        """Run a command where this case has its members; end it at the end of the block. `deaths`: what kills
+        threads."""
+        if self.in_process:
+            with in_process.command(*arguments, run=run, deaths=deaths) as threads:
+                yield threads
+        else:
+            assert not deaths, "a process can't be killed at a chosen moment"
+            with harness.command(*arguments, run=run) as processes:
+                yield processes
+
+    def train(
+        self, job: str, run: Path, *flags: str, deaths: Sequence[Death] = (), **fields: Any
+    ) -> Finished:
+        arguments = self.arguments(job, run, *flags, **fields)
+        with self.command(*arguments, run=run, deaths=deaths) as running:
             return running.wait(code=0)
+
+    def resume(self, run: Path, *flags: str) -> Finished:
+        arguments = ("resume", str(run), "--device", "cpu", *flags)
+        with self.command(*arguments, run=run) as running:
+            return running.wait(code=0)
+
+    def pause_s(self, seconds: float) -> float:
+        """Return by how much to slow down each step so that a test can interrupt it. Threads need less: what
+        happens to them is noticed at once."""
+        return seconds / 10 if self.in_process else seconds
+
+
+Check = Callable[[Case, Path], None]
+"""A check of a case, with a folder for its runs. Raises AssertionError if the strategy fails it."""
 
 
 def equals_single(case: Case, folder: Path) -> None:
@@ -90,11 +138,10 @@ def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
     """Get the same bits from the same seed, also when stopped in the middle of an epoch and resumed."""
     whole = case.train("Dropout", folder / "whole", EQUAL)
     run = folder / "stopped"
-    stopped = _stop_at(3, case.arguments("Dropout", run, EQUAL, pause_s=0.05), run)
+    stopped = _stop_at(3, case, "Dropout", run, EQUAL)
     assert 3 <= len(stopped.steps) < len(whole.steps), "the run ended before it could be stopped"
     assert stopped.losses == whole.losses[: len(stopped.steps)]
-    resumed = harness.resume(run, "--set", "pause_s=0")
-    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
+    resumed = case.resume(run, "--set", "pause_s=0")
     assert resumed.losses == whole.losses
     assert_same_bits(resumed.state(), whole.state())
     assert_once_an_epoch(resumed)
@@ -103,18 +150,19 @@ def repeats_and_resumes_bit_equal(case: Case, folder: Path) -> None:
 def begins_again(case: Case, folder: Path) -> None:
     """Kill all members: all restart from the last checkpoint, and the result does not show it."""
     run = folder / "run"
-    arguments = case.arguments("Dropout", run, EQUAL, "--checkpoint-every", "2", pause_s=0.05)
-    with harness.command(*arguments, run=run) as running:
+    flags, pause_s = (EQUAL, "--checkpoint-every", "2"), case.pause_s(0.05)
+    arguments = case.arguments("Dropout", run, *flags, pause_s=pause_s)
+    with case.command(*arguments, run=run) as running:
         running.wait_for_step(9)
-        pids = running.pids()
-        for victim in pids:
+        victims = running.members()
+        for victim in victims:
             running.kill(victim)
         done = running.wait(code=0)
     assert not done.of("MemberFailed")
     (resumed,) = done.of("Resumed")
     assert resumed["step"] >= 2
-    assert len(done.of("MemberStarted")) >= 2 * len(pids)
-    assert harness.gone([*pids.values(), running.process.pid])
+    assert len(done.of("MemberStarted")) >= 2 * len(victims)
+    assert running.all_gone()
     assert_once_an_epoch(done)
     if case.traits.equals_single:
         whole = case.train("Dropout", folder / "whole", EQUAL)
@@ -125,10 +173,9 @@ def begins_again(case: Case, folder: Path) -> None:
 def goes_on_after_a_kill(case: Case, folder: Path) -> None:
     """Kill a worker: the run finishes by itself, with the same samples and the same result."""
     run, victim = folder / "run", f"worker-{case.workers - 1}"
-    arguments = case.arguments("Regression", run, "--max-restarts", "0", pause_s=0.03)
-    with harness.command(*arguments, run=run) as running:
+    arguments = case.arguments("Regression", run, "--max-restarts", "0", pause_s=case.pause_s(0.03))
+    with case.command(*arguments, run=run) as running:
         running.wait_for_step(6)
-        pids = running.pids()
         running.kill(victim)
         done = running.wait(code=0)
     assert [e["member"] for e in done.of("MemberLost")] == [victim]
@@ -137,7 +184,7 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
     later = [e for e in done.steps if e["time"] > recovered]
     assert later, "the run ended before the kill"
     assert not any(victim in e["shares"] for e in later)
-    assert harness.gone([*pids.values(), running.process.pid])
+    assert running.all_gone()
     # These steps are in the weights, but the victim could not report its part of their loss.
     unreported = {e["step"] for e in done.steps if lost <= e["time"] <= recovered}
     _as_single(case, done, "Regression", unreported=unreported)
@@ -164,14 +211,14 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
     """Kill two members: the weights have counted every sample once per epoch."""
     case, run, epochs = counting_case(case), folder / "run", 6
     arguments = case.arguments(
-        COUNTING, run, "--checkpoint-every", "5", epochs=epochs, pause_s=0.03
+        COUNTING, run, "--checkpoint-every", "5", epochs=epochs, pause_s=case.pause_s(0.03)
     )
-    with harness.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run) as running:
         running.wait_for_step(7)
-        for member in list(running.pids())[-2:]:
+        for member in running.members()[-2:]:
             with suppress(ProcessLookupError):  # it may have been ended for a restart already
                 running.kill(member)
-            time.sleep(0.1)
+            time.sleep(case.pause_s(0.1))
         done = running.wait(code=0)
     assert done.of("MemberLost"), "the run ended before the kills"
     assert_once_an_epoch(done, epochs=epochs, samples=Counting.samples)
@@ -181,11 +228,10 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
 def resumes_as(case: Case, other: Case, folder: Path) -> None:
     """Stop in the middle of an epoch; resume with another strategy or number of workers."""
     run = folder / "run"
-    stopped = _stop_at(9, case.arguments("Regression", run, pause_s=0.05), run)
+    stopped = _stop_at(9, case, "Regression", run)
     assert len(stopped.steps) < EPOCHS * -(-SAMPLES // BATCH)
     switches = ("--strategy", other.strategy, "--workers", str(other.workers))
-    resumed = harness.resume(run, *switches, *other.flags, "--set", "pause_s=0")
-    assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
+    resumed = case.resume(run, *switches, *other.flags, "--set", "pause_s=0")
     _as_single(case, resumed, "Regression")
 
 
@@ -215,16 +261,15 @@ def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
     run, steps, due = folder / "run", 17, [5, 10, 15, 17]
     length = {"steps": steps, "eval_every": "5 steps", "eval_samples": 20}
     flags = ("--checkpoint-every", "4", "--max-steps", "12")
-    arguments = case.arguments("Regression", run, *flags, **length, pause_s=0.05)
-    with harness.command(*arguments, run=run) as running:
+    arguments = case.arguments("Regression", run, *flags, **length, pause_s=case.pause_s(0.05))
+    with case.command(*arguments, run=run) as running:
         running.wait_for_step(7)
         running.kill(f"worker-{case.workers - 1}")
         stopped = running.wait(code=0)
     assert stopped.of("MemberLost"), "the run ended before the kill"
     summary = stopped.of("RunFinished")[-1]["summary"]
     assert (summary["outcome"], summary["steps"]) == ("limit", 12)
-    done = harness.resume(run, "--set", "pause_s=0")
-    assert done.code == 0, f"{done.out}\n{done.err}"
+    done = case.resume(run, "--set", "pause_s=0")
     assert [record["step"] for record in done.steps] == list(range(1, steps + 1))
     uses = {epoch: sorted(positions) for epoch, positions in done.uses_by_epoch().items()}
     whole = list(range(SAMPLES))
@@ -233,12 +278,93 @@ def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
     assert sorted(found) == due
     assert {event["samples"] for event in found.values()} == {20}
     if case.traits.equals_single:
-        reference = _reference("Regression", tuple(sorted({**case.fields, **length}.items())))
+        reference = _reference_for(case, "Regression", **length)
         for step, expected in zip(due, reference.metrics, strict=True):
             assert found[step]["metrics"] == pytest.approx(expected, rel=1e-4)
 
 
-CHECKS = (
+def learns(case: Case, folder: Path) -> None:
+    """Reach an accuracy on handwritten digits, which takes updates that are right."""
+    done = case.train("Digits", folder / "run")
+    accuracy = done.of("Evaluated")[-1]["metrics"]["accuracy"]
+    assert accuracy >= case.accuracy, f"{accuracy:.3f} of the digits, not {case.accuracy}"
+
+
+def resumes_on_other_numbers_of_workers(case: Case, folder: Path) -> None:
+    """Stop in the middle of an epoch; resume on one worker more, if that is possible."""
+    more = replace(case, workers=case.workers + (case.workers > 1))
+    resumes_as(case, more, folder)
+
+
+def evaluates_without_a_trace(case: Case, folder: Path) -> None:
+    """Training does not show how often the model was evaluated."""
+    often = case.train("Dropout", folder / "often", EQUAL, eval_every="3 steps")
+    assert len(often.of("Evaluated")) == 7
+    never = case.train("Dropout", folder / "never", EQUAL, evaluates=False)
+    assert not never.of("Evaluated")
+    assert often.losses == never.losses
+    assert_same_bits(often.state()["model"], never.state()["model"])
+
+
+def workers_join_and_leave(case: Case, folder: Path) -> None:
+    """Add a worker to the live run and then remove one, if the strategy can: the result does not show it."""
+    run, epochs = folder / "run", 9
+    numbers = [case.workers + 1, case.workers] if case.traits.can_shrink else [case.workers + 1]
+    pause_s = case.pause_s(0.05)
+    arguments = case.arguments("Regression", run, pause_s=pause_s, epochs=epochs)
+    with case.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        for number in numbers:
+            RunFolder.open(run).request(number)
+            running.wait_for(partial(_has_workers, number))
+        done = running.wait(code=0)
+    assert not done.of("MemberLost")
+    _as_single(case, done, "Regression", epochs=epochs)
+
+
+def _has_workers(number: int, events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the newest view has this number of workers."""
+    members = [event["members"] for event in events if event["event"] == "ViewChanged"]
+    return bool(members) and sum(name.startswith(WORKER) for name in members[-1]) == number
+
+
+def dies_before_its_forward(case: Case, folder: Path) -> None:
+    """The last worker dies at the beginning of a step."""
+    _dies(case, folder, case.workers - 1, BEGIN)
+
+
+def dies_after_its_backward(case: Case, folder: Path) -> None:
+    """The last worker dies when its gradients are complete."""
+    _dies(case, folder, case.workers - 1, COMPUTE)
+
+
+def dies_in_the_exchange(case: Case, folder: Path) -> None:
+    """The last worker dies when it has given its gradients to a group and waits for those of the others."""
+    _dies(case, folder, case.workers - 1, EXCHANGE)
+
+
+def first_worker_dies(case: Case, folder: Path) -> None:
+    """The worker that writes the checkpoints dies."""
+    _dies(case, folder, 0, COMPUTE)
+
+
+def _dies(case: Case, folder: Path, rank: int, moment: str) -> None:
+    run, victim = folder / "run", f"{WORKER}-{rank}"
+    death = Death(victim, step=9, moment=moment)
+    flags = (EQUAL, "--checkpoint-every", "2")
+    done = case.train("Regression", run, *flags, deaths=[death])
+    lost = done.of("MemberLost")
+    if moment == EXCHANGE and not lost:
+        return  # it has no group, or none that a worker of it waits in
+    assert [event["member"] for event in lost] == [victim]
+    unreported: set[int] = set()
+    if case.traits.elastic:
+        recovered = done.of("Recovered")[0]["time"]
+        unreported = {e["step"] for e in done.steps if lost[0]["time"] <= e["time"] <= recovered}
+    _as_single(case, done, "Regression", unreported=unreported)
+
+
+CHECKS: tuple[Check, ...] = (
     equals_single,
     equals_single_with_accumulation,
     equals_single_with_own_weights,
@@ -249,7 +375,36 @@ CHECKS = (
     ends_and_evaluates_in_steps,
     reports_the_bytes_it_sends,
 )
-"""All checks. `resumes_as` takes a second case."""
+"""Checks that are made with real processes, too. `resumes_as` takes a second case, and `learns` is for those
+that do not equal `single`."""
+
+IN_PROCESS: tuple[Check, ...] = (
+    *(check for check in CHECKS if check is not reports_the_bytes_it_sends),
+    learns,
+    evaluates_without_a_trace,
+    resumes_on_other_numbers_of_workers,
+    workers_join_and_leave,
+    dies_before_its_forward,
+    dies_after_its_backward,
+    dies_in_the_exchange,
+    first_worker_dies,
+)
+"""All checks whose members may be threads. Bytes are counted by the kernel, for processes."""
+
+
+def checks_for(case: Case) -> list[Check]:
+    """Return the checks of `IN_PROCESS` that a strategy has to pass, by its traits."""
+    traits = case.traits
+    left_out: set[Check] = set()
+    if traits.equals_single:
+        left_out.add(learns)
+    if not traits.lockstep:  # who computes which part depends on who is free
+        left_out |= {repeats_and_resumes_bit_equal, evaluates_without_a_trace}
+    if not traits.elastic:
+        left_out.add(workers_join_and_leave)
+    if case.workers == 1:
+        left_out |= {workers_join_and_leave, dies_in_the_exchange, first_worker_dies}
+    return [check for check in IN_PROCESS if check not in left_out]
 
 
 def assert_once_an_epoch(done: Finished, *, epochs: int = EPOCHS, samples: int = SAMPLES) -> None:
@@ -278,9 +433,10 @@ def assert_same_bits(first: Any, second: Any) -> None:
         assert first == second
 
 
-def _stop_at(step: int, arguments: list[str], run: Path) -> Finished:
-    """Run a command and preempt it after a step."""
-    with harness.command(*arguments, run=run) as running:
+def _stop_at(step: int, case: Case, job: str, run: Path, *flags: str) -> Finished:
+    """Train, and preempt the run after a step."""
+    arguments = case.arguments(job, run, *flags, pause_s=case.pause_s(0.05))
+    with case.command(*arguments, run=run) as running:
         running.wait_for_step(step)
         running.signal(signal.SIGTERM)
         return running.wait(code=75)
@@ -291,11 +447,12 @@ def _as_single(
 ) -> None:
     import torch
 
-    assert_once_an_epoch(done)
-    assert done.steps[-1]["step"] == EPOCHS * -(-SAMPLES // BATCH)
+    epochs = fields.get("epochs", EPOCHS)
+    assert_once_an_epoch(done, epochs=epochs)
+    assert done.steps[-1]["step"] == epochs * -(-SAMPLES // BATCH)
     if not case.traits.equals_single:
         return
-    reference = _reference(job, tuple(sorted({**case.fields, **fields}.items())))
+    reference = _reference_for(case, job, **fields)
     for record, expected in zip(done.steps, reference.losses, strict=True):
         if record["step"] not in unreported:
             assert record["loss"] == pytest.approx(expected, rel=1e-5), record["step"]
@@ -315,10 +472,16 @@ class Reference:
     weights: Mapping[str, Any]
 
 
+def _reference_for(case: Case, job: str, **fields: Any) -> Reference:
+    """Train the job of a case with one worker."""
+    return _reference(case.in_process, job, tuple(sorted({**case.fields, **fields}.items())))
+
+
 @lru_cache
-def _reference(job: str, fields: tuple[tuple[str, Any], ...]) -> Reference:
+def _reference(in_process: bool, job: str, fields: tuple[tuple[str, Any], ...]) -> Reference:
     """Train with one worker; once for all cases that are compared with it."""
+    alone = Case("single", workers=1, in_process=in_process)
     with tempfile.TemporaryDirectory() as folder:
-        done = Case("single", workers=1).train(job, Path(folder) / "run", **dict(fields))
+        done = alone.train(job, Path(folder) / "run", **dict(fields))
         metrics = [event["metrics"] for event in done.of("Evaluated")]
         return Reference(done.losses, metrics, done.state()["model"])

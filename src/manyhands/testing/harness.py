@@ -120,6 +120,15 @@ class RunningCommand:
         """Return the process of each member, of the newest start."""
         return {e["member"]: e["pid"] for e in self.events() if e["event"] == "MemberStarted"}
 
+    def members(self) -> list[str]:
+        """Return the members that were started, in this order."""
+        return list(self.pids())
+
+    def all_gone(self) -> bool:
+        """Return whether all processes of the run have ended, or do so in a few seconds."""
+        started = [e["pid"] for e in self.events() if e["event"] == "MemberStarted"]
+        return gone([*started, self.process.pid])
+
     def kill(self, member: str, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pids()[member], number)
 

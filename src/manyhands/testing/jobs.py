@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from manyhands.data.arrays import Arrays
+from manyhands.data.digits_bundle import digits
 from manyhands.embeddings.modules import SparseEmbedding, SparseEmbeddingBag
 from manyhands.job import Job
 from manyhands.measure import Measure
@@ -81,6 +83,39 @@ class Regression(Job):
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
         return {"worst": (output - batch[1]).abs().mean()}
+
+
+@dataclass
+class Digits(Job):
+    """Handwritten digits of 8 by 8 pixels, from scikit-learn, and a network with one hidden layer."""
+
+    batch_size: int = 64
+    epochs: int = 6
+    lr: float = 0.2
+    pause_s: float = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+
+    def optimizer(self, params: Any, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=self.lr, momentum=0.9)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_steps: int) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, num_steps)
+
+    def data(self) -> Arrays:
+        return digits("train")
+
+    def eval_data(self) -> Arrays:
+        return digits("test")
+
+    def loss(self, output: Any, batch: Any) -> Tensor:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+        return nn.functional.cross_entropy(output, batch[1])
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        return {"accuracy": (output.argmax(-1) == batch[1]).float().mean()}
 
 
 @dataclass

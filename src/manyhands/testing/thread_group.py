@@ -11,7 +11,9 @@ another size or dtype, a message that nobody receives.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +24,10 @@ from manyhands.collectives.group import Group, GroupCut, Reduction, Work
 from manyhands.threads import start_thread
 
 TIMEOUT_S = 30.0
+CHECK_S = 0.05
+"""Interval at which a worker that waits checks whether there is still something to wait for."""
+Check = Callable[[], None]
+"""Called while a worker waits for others; may raise, to end the wait."""
 
 
 _COMBINE: dict[Reduction, Callable[[Tensor, Tensor], Tensor]] = {
@@ -143,9 +149,9 @@ class ThreadWorld:
                 self.changed.notify_all()
             return collective
 
-    def wait_for(self, collective: _Collective) -> None:
+    def wait_for(self, collective: _Collective, check: Check) -> None:
         with self.changed:
-            self._wait(lambda: collective.done, lambda: self._missing(collective))
+            self._wait(lambda: collective.done, lambda: self._missing(collective), check)
         if collective.error is not None:
             raise collective.error
 
@@ -161,16 +167,19 @@ class ThreadWorld:
             self.changed.notify_all()
             return transfer
 
-    def wait_for_transfer(self, transfer: _Transfer, peer: int) -> None:
+    def wait_for_transfer(self, transfer: _Transfer, peer: int, check: Check) -> None:
         with self.changed:
-            self._wait(lambda: transfer.done, lambda: f"rank {peer} to send or receive a message")
+            what = f"rank {peer} to send or receive a message"
+            self._wait(lambda: transfer.done, lambda: what, check)
         if transfer.error is not None:
             raise transfer.error
 
-    def _wait(self, over: Callable[[], bool], missing: Callable[[], str]) -> None:
-        in_time = self.changed.wait_for(lambda: self.is_cut or over(), self.timeout_s)
-        if not in_time:
-            raise RuntimeError(f"timed out waiting for {missing()} ({self.timeout_s:g} s)")
+    def _wait(self, over: Callable[[], bool], missing: Callable[[], str], check: Check) -> None:
+        deadline = time.monotonic() + self.timeout_s
+        while not self.changed.wait_for(lambda: self.is_cut or over(), CHECK_S):
+            check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"timed out waiting for {missing()} ({self.timeout_s:g} s)")
         if not over():
             raise GroupCut
 
@@ -183,9 +192,19 @@ class ThreadWorld:
 class ThreadGroup(Group):
     """One worker's end of a group of threads."""
 
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
+    def __init__(
+        self,
+        world: ThreadWorld,
+        rank: int,
+        *,
+        check: Check = lambda: None,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`waiting`: returns a context for the time in which this worker waits for others."""
         super().__init__(rank=rank, size=world.size)
         self._world = world
+        self._check = check
+        self._waiting = waiting
         self._number = 0
         self._num_splits: dict[tuple[int, ...], int] = {}
 
@@ -251,17 +270,19 @@ class ThreadGroup(Group):
     def _send(self, tensor: Tensor, to: int, tag: int) -> Work:
         world = self._world
         transfer = world.post((self.rank, to, tag), tensor, send=True)
-        return _PendingWork(lambda: world.wait_for_transfer(transfer, to))
+        return self._pending(lambda: world.wait_for_transfer(transfer, to, self._check))
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> Work:
         world = self._world
         transfer = world.post((source, self.rank, tag), tensor, send=False)
-        return _PendingWork(lambda: world.wait_for_transfer(transfer, source))
+        return self._pending(lambda: world.wait_for_transfer(transfer, source, self._check))
 
     def _split(self, ranks: list[int]) -> Group:
         key = tuple(ranks)
         number = self._num_splits[key] = self._num_splits.get(key, 0) + 1
-        return ThreadGroup(self._world.split(ranks, number), ranks.index(self.rank))
+        world = self._world.split(ranks, number)
+        rank = ranks.index(self.rank)
+        return ThreadGroup(world, rank, check=self._check, waiting=self._waiting)
 
     def _enter(
         self,
@@ -276,7 +297,14 @@ class ThreadGroup(Group):
         self._number += 1
         call = _Call(what, tensor, tensor if into is None else into, sent, received)
         collective = world.enter(self._number, self.rank, call, carry_out)
-        return _PendingWork(lambda: world.wait_for(collective))
+        return self._pending(lambda: world.wait_for(collective, self._check))
+
+    def _pending(self, wait: Callable[[], None]) -> Work:
+        def wait_for_others() -> None:
+            with self._waiting():
+                wait()
+
+        return _PendingWork(wait_for_others)
 
 
 class _PendingWork:

@@ -31,7 +31,6 @@ from manyhands.compute.feed import Feed, Share
 from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
 from manyhands.compute.model_size import model_size
-from manyhands.compute.seeds import seed_compute
 from manyhands.contract import Context, Joined, Strategy
 from manyhands.control import messages
 from manyhands.embeddings.modules import RowModel
@@ -235,7 +234,6 @@ class Worker:
                 if self._joined.prefetches and following is not None:
                     coming = self._load(following)
                     self.learner.prefetch(coming)
-                seed_compute(self.me.device, self.job.seed, "step", portion.step, portion.part)
                 self.train_state.lr_factor, self.train_state.ticks = (
                     portion.lr_factor,
                     portion.ticks,

@@ -51,6 +51,11 @@ def _run(live: Callable[[Member], None]) -> int:
         print(f"The coordinator can't be reached: {error}", file=sys.stderr)
         return 1
     on_process_failure(member.fail_and_end)
+    return run_to_end(member, live)
+
+
+def run_to_end(member: Member, live: Callable[[Member], None]) -> int:
+    """Run a member, and report to the coordinator how it ended. Returns its exit code."""
     try:
         live(member)
     except (

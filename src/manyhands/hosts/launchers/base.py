@@ -41,6 +41,8 @@ class LauncherContext:
     """Prints a notice of the run; may be called from any thread."""
     on_error: OnError = fail_process
     """Ends the run with an error of one of the launcher's threads."""
+    interrupt: Callable[[int], None] = lambda number: None
+    """Asks the run to stop, as a signal with this number does."""
 
 
 @dataclass(frozen=True)

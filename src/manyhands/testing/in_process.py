@@ -1,0 +1,115 @@
+"""Runs the real command line for tests as harness.py does, but in this process: its members are threads.
+
+    with in_process.command("train", "job.py", "--workers", "2", run=folder) as running:
+        running.wait_for_step(6)
+        running.kill("worker-1")
+        done = running.wait(code=0)
+
+A run takes a few tenths of a second instead of ten: no process has to start and no torch to be loaded.
+Coordinator, loop, learners, links, checkpoints and the run folder are the real ones; what is different is in
+thread_members.py. One run at a time: while it lasts, what this process prints goes to its result.
+"""
+
+from __future__ import annotations
+
+import io
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from manyhands.cli.main import main
+from manyhands.coordinator.options import LaunchPlan
+from manyhands.events.jsonl import read_events
+from manyhands.hosts.timeouts import Timeouts
+from manyhands.testing.harness import DEADLINE_S, Finished
+from manyhands.testing.thread_members import Death, ThreadLauncher
+from manyhands.threads import start_thread
+
+TIMEOUTS = Timeouts(settle_s=0.1, beat_s=0.2)
+"""A thread that ends is noticed at once."""
+POLL_S = 0.002
+
+
+class RunningThreads:
+    """A command that runs in this process; the same interface as harness.RunningCommand."""
+
+    def __init__(self, arguments: Sequence[str], run: Path, deaths: Sequence[Death] = ()) -> None:
+        self.run = run
+        self.started = time.monotonic()
+        self._launcher = ThreadLauncher(tuple(deaths))
+        self._plan = LaunchPlan("unix", self._launcher, timeouts=TIMEOUTS)
+        self._out, self._err = io.StringIO(), io.StringIO()
+        self._code: int | None = None
+        self._error: BaseException | None = None
+        self._thread = start_thread(self._run, arguments, name="run", on_error=self._failed)
+
+    def _run(self, arguments: Sequence[str]) -> None:
+        with redirect_stdout(self._out), redirect_stderr(self._err):
+            self._code = main(arguments, launch_plan=self._plan)
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self, timeout_s: float = DEADLINE_S, *, code: int | None = None) -> Finished:
+        """Wait for the end of the command; assert that its exit code is `code`, if given."""
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        out, err = self._out.getvalue(), self._err.getvalue()
+        assert self._code is not None, f"no end after {timeout_s} s:\n{out}\n{err}"
+        assert code in (None, self._code), f"exit code {self._code}:\n{out}\n{err}"
+        return Finished(self._code, out, err, time.monotonic() - self.started, self.run)
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.run / "events.jsonl"
+        return list(read_events(path)) if path.exists() else []
+
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Wait until the events fulfil a condition."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition(self.events()):
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                done = self.wait(0)
+                raise AssertionError(f"ended, or waited too long:\n{done.out}\n{done.err}")
+            time.sleep(POLL_S)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(
+            lambda events: any(e["event"] == "StepCommitted" and e["step"] >= step for e in events)
+        )
+
+    def members(self) -> list[str]:
+        """Return the members that were started, in this order."""
+        return [e["member"] for e in self.events() if e["event"] == "MemberStarted"]
+
+    def all_gone(self) -> bool:
+        """Return whether the threads of all members have ended."""
+        return all(handle.ended.is_set() for handle in self._launcher.handles.values())
+
+    def kill(self, member: str) -> None:
+        self._launcher.handles[member].kill()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Give the coordinator a signal."""
+        self._launcher.interrupt(number)
+
+    def close(self) -> None:
+        """End it, if it still runs."""
+        if self._thread.is_alive():
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGTERM)
+            self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the run does not end"
+
+
+@contextmanager
+def command(*arguments: str, run: Path, deaths: Sequence[Death] = ()) -> Iterator[RunningThreads]:
+    """Run a command; end it at the end of the block."""
+    running = RunningThreads(arguments, run, deaths)
+    try:
+        yield running
+    finally:
+        running.close()
