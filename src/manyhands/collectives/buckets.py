@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 NOTES = 2
-"""Numbers at the end of the last bucket: weight and loss of the step. Before them is one for each parameter:
-whether it has a gradient."""
+"""Numbers about a step that go beside the gradients in float64: its weight and its loss. After them is one
+for each parameter: on how many workers it has a gradient."""
 
 
 def in_buckets(parameters: Sequence[tuple[Hashable, int]], *, bucket_bytes: int) -> list[list[int]]:

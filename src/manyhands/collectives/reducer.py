@@ -2,7 +2,7 @@
 
     reducer.begin()
     with reducer.alone(): ...       backward of all micro-batches but the last
-    reducer.note(weight, loss)      summed with the gradients
+    reducer.note(weight, loss)      summed in float64, beside the gradients
     ...                             backward of the last one: a bucket is sent as soon as it is complete
     reducer.finish()                every gradient is the sum over all workers
 
@@ -12,8 +12,12 @@ buckets in the same order, and sums are computed in the same order in every step
 gradient counts as zero; a parameter that has no gradient on any worker has none afterwards, as with one
 worker.
 
-Requires only that all workers have the same parameters. Cost: one copy of each gradient, and a few
-microseconds of Python per parameter.
+Beside the gradients go notes in float64: weight and loss of the step, and for each parameter the number of
+workers with a gradient. They are sent right before the last bucket, when all of them are known, so that their
+latency is hidden by that bucket.
+
+Requires only that all workers have the same parameters. Cost: one copy of each gradient, a few microseconds
+of Python per parameter, and the notes: one small all-reduce.
 """
 
 from __future__ import annotations
@@ -48,10 +52,11 @@ class Reducer:
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
         self.buckets = self._lay_out(bucket_bytes)
-        self._used = self.buckets[-1].flat[-len(self._parameters) - NOTES : -NOTES]
-        """Number of workers with a gradient, by parameter; after the gradients of the last bucket."""
-        self.notes = self.buckets[-1].flat[-NOTES:]
-        """Weight and loss of the step, at the end of the last bucket."""
+        device = self._parameters[0].device if self._parameters else group.device
+        self._notes = torch.zeros(NOTES + len(self._parameters), dtype=torch.float64, device=device)
+        self._notes_work: Work | None = None
+        self._used = self._notes[NOTES:]
+        """Number of workers with a gradient, by parameter."""
         self._sent = 0
         self._sharing = True
         self._hooks = [
@@ -66,14 +71,15 @@ class Reducer:
     @cached_property
     def bytes_sent(self) -> int:
         """Bytes that this worker sends in a step."""
-        num_bytes = sum(b.flat.numel() * b.flat.element_size() for b in self.buckets)
+        tensors = (self._notes, *(bucket.flat for bucket in self.buckets))
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         world = self._group.size
         return 2 * (world - 1) * num_bytes // world
 
     def begin(self) -> None:
         """Start a step: no gradient has arrived."""
-        self._sent = 0
-        self.notes.zero_()
+        self._sent, self._notes_work = 0, None
+        self.sums.zero_()
         for bucket in self.buckets:
             bucket.missing, bucket.work = set(bucket.members), None
 
@@ -86,8 +92,13 @@ class Reducer:
         finally:
             self._sharing = True
 
+    @property
+    def sums(self) -> Tensor:
+        """Weight and loss of the step; after `finish`, summed over all workers."""
+        return self._notes[:NOTES]
+
     def note(self, weight: float | Tensor, loss: float | Tensor) -> None:
-        self.notes[0], self.notes[1] = weight, loss
+        self._notes[0], self._notes[1] = weight, loss
 
     def finish(self) -> None:
         unused = [number for number, p in enumerate(self._parameters) if p.grad is None]
@@ -95,9 +106,11 @@ class Reducer:
             self._views[number].zero_()
         while self._sent < len(self.buckets):
             self._send(unused)
-        for bucket in self.buckets:
-            assert bucket.work is not None
-            bucket.work.wait()
+        if not self.buckets:
+            self._send_notes(())
+        for work in (self._notes_work, *(bucket.work for bucket in self.buckets)):
+            assert work is not None
+            work.wait()
         if unused:  # only then, because reading waits for the GPU
             counts = self._used.tolist()
             for number in unused:
@@ -119,17 +132,20 @@ class Reducer:
         bucket = self.buckets[self._sent]
         self._sent += 1
         if bucket is self.buckets[-1]:
-            self._used.fill_(1.0)
-            self._used[list(unused)] = 0.0
+            self._send_notes(unused)
         bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
+
+    def _send_notes(self, unused: Sequence[int]) -> None:
+        self._used.fill_(1.0)
+        if unused:
+            self._used[list(unused)] = 0.0
+        self._notes_work = self._group.all_reduce(self._notes, async_op=True)
 
     def _lay_out(self, bucket_bytes: int) -> list[Bucket]:
         sizes = [(p.dtype, p.numel() * p.element_size()) for p in self._parameters]
-        in_order = in_buckets(sizes, bucket_bytes=bucket_bytes)
         buckets = []
-        for members in in_order:
-            extra = len(self._parameters) + NOTES if members is in_order[-1] else 0
-            count = sum(self._parameters[n].numel() for n in members) + extra
+        for members in in_buckets(sizes, bucket_bytes=bucket_bytes):
+            count = sum(self._parameters[n].numel() for n in members)
             dtype = self._parameters[members[0]].dtype
             device = self._parameters[members[0]].device
             bucket = Bucket(torch.zeros(count, dtype=dtype, device=device), members)

@@ -124,14 +124,12 @@ class AllReduce(Strategy):
             found += (Transfer(workers[0], to, dtype_bytes, "buffers", 0.0) for to in workers[1:])
         sizes = [(p.dtype, p.num_bytes) for p in model.trained]
         limit = self.bucket_bytes(model.gradient_bytes, one_host=view.one_host)
-        buckets = in_buckets(sizes, bucket_bytes=limit)
-        for bucket in buckets:
+        for bucket in in_buckets(sizes, bucket_bytes=limit):
             parameters = [model.trained[number] for number in bucket]
             num_bytes = sum(p.num_bytes for p in parameters)
-            if bucket is buckets[-1]:
-                num_bytes += parameters[-1].itemsize * (len(sizes) + NOTES)
             after = model.complete_after[parameters[-1].name]
             found += ring(workers, num_bytes, "gradients", after=after)
+        found += ring(workers, 8 * (NOTES + len(sizes)), "notes")
         if self.tables == "replicated":
             for table in model.tables:
                 rows = table.rows_in(facts.batch_size / len(workers))
@@ -347,7 +345,7 @@ class AllReduceLearner(Learner):
             self.train_state.optimizer.zero_grad(set_to_none=True)
             report.caught_up = self._catch_up()
         self._version = share.step
-        self._applied.append((share.step, None if reducer is None else reducer.notes.clone()))
+        self._applied.append((share.step, None if reducer is None else reducer.sums.clone()))
         self._in_flight = None
         if self.train_state.device == "cpu":
             report.wait_s = summed - computed

@@ -41,13 +41,14 @@ class Model(nn.Module):
         y = y + self.small(y.to(torch.bfloat16)).float()
         return (self.odd(y) if who % 2 else y).square().mean()
 
-def gradients_of(who, model, alone):
+def gradients_of(who, model, alone, note=lambda weight, loss: None):
     for part in range(3):
         x = torch.randn(4, 2, 5, 5, generator=torch.Generator().manual_seed(10 * who + part))
         if part < 2:
             with alone():
                 model(x, who).backward()
         else:
+            note(2**24 + who, torch.tensor(0.1, dtype=torch.float64) * who)
             model(x, who).backward()
 
 from contextlib import nullcontext
@@ -57,7 +58,7 @@ reducer = Reducer(group, parameters, bucket_bytes=200)
 assert len(reducer.buckets) > 3
 for repeat in range(3):
     reducer.begin()
-    gradients_of(rank + repeat, model, reducer.alone)
+    gradients_of(rank + repeat, model, reducer.alone, reducer.note)
     reducer.finish()
     for each in range(world):
         other = Model()
@@ -71,6 +72,10 @@ for repeat in range(3):
             torch.testing.assert_close(p.grad, expected)
             assert p.grad.stride() == p.stride()
     assert model.never.weight.grad is None
+    # More than float32 can tell, and the last bucket has another dtype.
+    whos = [each + repeat for each in range(world)]
+    sums = [sum(2**24 + who for who in whos), sum(0.1 * who for who in whos)]
+    assert reducer.sums.tolist() == sums, (reducer.sums, sums)
     for p in parameters:
         p.grad = None
 reducer.close()
