@@ -247,6 +247,7 @@ class StepReport:
     wait_s: float | None = None
     """Time waited for other members; None on a GPU, where the host's clock can't tell."""
     bytes_sent: int = 0
+    """Bytes that this worker sent over the network since its report before."""
     part: int = 0
     """Index of the part; in lockstep, this worker's rank."""
     staleness: int = 0

@@ -1,4 +1,4 @@
-"""The connections of a group: told apart from other sockets of the process, watched, and shut down.
+"""The connections of a group: told apart from other sockets of the process, watched, counted, and shut down.
 
 gloo does not tell which sockets are its own. They are the TCP connections that were opened while it
 connected. That can be wrong for connections that another thread opens at that moment; those are shut down,
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
 
 from manyhands.transport.keepalive import ask_now_and_then
+
+_BYTES_SENT = struct.Struct("@200xQ")
+"""`tcpi_bytes_sent` in `struct tcp_info`, since Linux 4.19."""
 
 
 class Connections:
@@ -31,6 +35,8 @@ class Connections:
                 if tcp and not made.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     self._sockets[number] = identity
                     ask_now_and_then(made)
+        self._bytes_sent: dict[int, int] = {}
+        """Last count by file descriptor; that of a connection stays when it is closed."""
 
     def __len__(self) -> int:
         return len(self._sockets)
@@ -43,6 +49,24 @@ class Connections:
                 continue  # closed; the number may belong to another file by now
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 yield connection
+
+    def bytes_sent(self) -> int | None:
+        """Return the bytes that were sent so far, as the kernel counted them; None if it does not, or if
+        there are no connections. Takes about 6 us per connection: cheap enough for every step."""
+        for number, identity in self._sockets.items():
+            with suppress(OSError):
+                if f"socket:[{os.fstat(number).st_ino}]" != identity:
+                    continue
+                # With family and type given, Python does not ask the kernel for them.
+                kind = (socket.AF_INET, socket.SOCK_STREAM, 0)
+                with socket.socket(*kind, fileno=os.dup(number)) as connection:
+                    info = connection.getsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.size
+                    )
+                if len(info) < _BYTES_SENT.size:
+                    return None
+                (self._bytes_sent[number],) = _BYTES_SENT.unpack(info)
+        return sum(self._bytes_sent.values()) if self._bytes_sent else None
 
     def shut_down(self) -> None:
         """End every wait for a peer, here and there."""

@@ -20,6 +20,9 @@ the process, so sizes that depend on what a user wrote are compared first (`gath
 What one worker can see alone is checked in every call: tensors that are written to must be contiguous (gloo
 would write to the wrong places, without an error), and their sizes and dtypes must fit.
 
+`group.bytes_sent` is what this worker has sent in it. With gloo on Linux the kernel counts it, so it includes
+all of gloo's own messages and TLS. NCCL does not tell; there it is computed from the operations.
+
 After an error, or after `cut`, a group can only be closed. An operation on a group whose peer is gone raises
 a RuntimeError for which `peer_lost` is true.
 
@@ -106,12 +109,20 @@ class Group(ABC):
         self.size = size
         self.device = device
         """Device for small tensors of the group's users: every backend can send from it."""
+        self._computed_bytes = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this worker has sent in this group and its splits so far."""
+        return self._computed_bytes
 
     # Operations ---------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, *, op: Reduction = "sum", async_op: bool = False) -> Work:
         """Replace the tensor by the sum, minimum or maximum over all workers."""
         _check_writable("all_reduce", tensor)
+        # As in a ring, here and below.
+        self._computed_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
         return _finish(self._all_reduce(tensor, op), async_op)
 
     def reduce_scatter(
@@ -121,6 +132,7 @@ class Group(ABC):
         _check_writable("reduce_scatter", into)
         _check_alike("reduce_scatter", tensor, into)
         _check_sizes("reduce_scatter", tensor, whole=tensor, part=into, parts=self.size)
+        self._computed_bytes += (self.size - 1) * into.nbytes
         return _finish(self._reduce_scatter(tensor.contiguous(), into, op), async_op)
 
     def all_gather(self, tensor: Tensor, *, into: Tensor, async_op: bool = False) -> Work:
@@ -128,6 +140,7 @@ class Group(ABC):
         _check_writable("all_gather", into)
         _check_alike("all_gather", tensor, into)
         _check_sizes("all_gather", into, whole=into, part=tensor, parts=self.size)
+        self._computed_bytes += (self.size - 1) * tensor.nbytes
         return _finish(self._all_gather(tensor.contiguous(), into), async_op)
 
     def all_to_all(
@@ -153,17 +166,20 @@ class Group(ABC):
                 f"all_to_all: rank {self.rank} sends {sent[self.rank]} elements to itself and "
                 f"receives {received[self.rank]}"
             )
+        self._computed_bytes += (sum(sent) - sent[self.rank]) * tensor.element_size()
         return _finish(self._all_to_all(tensor.contiguous(), into, sent, received), async_op)
 
     def broadcast(self, tensor: Tensor, *, source: int, async_op: bool = False) -> Work:
         """Copy the tensor of rank `source` into that of every other worker."""
         self._check_rank("broadcast", "source", source)
         _check_writable("broadcast", tensor)
+        self._computed_bytes += (self.size - 1) * tensor.nbytes * (self.rank == source)
         return _finish(self._broadcast(tensor, source), async_op)
 
     def send(self, tensor: Tensor, *, to: int, tag: int = 0, async_op: bool = False) -> Work:
         """Send the tensor to one worker, which calls `recv` with the same tag."""
         self._check_peer("send", "to", to)
+        self._computed_bytes += tensor.nbytes
         return _finish(self._send(tensor.contiguous(), to, tag), async_op)
 
     def recv(self, tensor: Tensor, *, source: int, tag: int = 0, async_op: bool = False) -> Work:
@@ -320,6 +336,8 @@ class TorchGroup(Group):
         self._lock = threading.Lock()
         self._cut = self._closed = False
         self._splits: list[TorchGroup] = []
+        self._bytes_of_closed = 0
+        """What was sent in splits that are closed."""
         self._num_splits: dict[tuple[int, ...], int] = {}
         before = open_sockets() if backend == "gloo" else None
         connect_s = limits.gather_s + limits.connect_s
@@ -328,6 +346,13 @@ class TorchGroup(Group):
         except TimeoutError as error:
             raise RuntimeError(f"timed out waiting for connections: {error}") from error
         self._connections = Connections(before)
+
+    @property
+    def bytes_sent(self) -> int:
+        counted = self._connections.bytes_sent()
+        splits = sum(split.bytes_sent for split in list(self._splits))
+        mine = self._computed_bytes if counted is None else counted
+        return mine + splits + self._bytes_of_closed
 
     def watch(self) -> None:
         """Break connections, also those of splits, to peers that are alive and unreachable: gloo would wait
@@ -362,6 +387,8 @@ class TorchGroup(Group):
             splits, self._splits = self._splits, []
         for split in splits:
             split.close()
+            self._bytes_of_closed += split.bytes_sent
+        self._connections.bytes_sent()  # while it can be counted
         # The last reference: its threads end here, without holding the interpreter's lock.
         self._backend = None
 
@@ -441,7 +468,9 @@ class TorchGroup(Group):
             check=self._alive,
         )
         with self._lock:
-            self._splits = [each for each in self._splits if not each._closed]
+            closed = [each for each in self._splits if each._closed]
+            self._bytes_of_closed += sum(each.bytes_sent for each in closed)
+            self._splits = [each for each in self._splits if each not in closed]
             self._splits.append(split)
             cut = self._cut
         if cut:  # while it was formed

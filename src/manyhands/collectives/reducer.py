@@ -13,8 +13,7 @@ gradient counts as zero; a parameter that has no gradient on any worker has none
 worker.
 
 Beside the gradients go notes in float64: weight and loss of the step, and for each parameter the number of
-workers with a gradient. They are sent right before the last bucket, when all of them are known, so that their
-latency is hidden by that bucket.
+workers with a gradient. They are sent right after the last bucket, without waiting for it.
 
 Requires only that all workers have the same parameters. Cost: one copy of each gradient, a few microseconds
 of Python per parameter, and the notes: one small all-reduce.
@@ -25,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -68,14 +67,6 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    @cached_property
-    def bytes_sent(self) -> int:
-        """Bytes that this worker sends in a step."""
-        tensors = (self._notes, *(bucket.flat for bucket in self.buckets))
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        world = self._group.size
-        return 2 * (world - 1) * num_bytes // world
-
     def begin(self) -> None:
         """Start a step: no gradient has arrived."""
         self._sent, self._notes_work = 0, None
@@ -108,7 +99,7 @@ class Reducer:
             self._send(unused)
         if not self.buckets:
             self._send_notes(())
-        for work in (self._notes_work, *(bucket.work for bucket in self.buckets)):
+        for work in (*(bucket.work for bucket in self.buckets), self._notes_work):
             assert work is not None
             work.wait()
         if unused:  # only then, because reading waits for the GPU
@@ -131,9 +122,9 @@ class Reducer:
     def _send(self, unused: Sequence[int]) -> None:
         bucket = self.buckets[self._sent]
         self._sent += 1
+        bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
         if bucket is self.buckets[-1]:
             self._send_notes(unused)
-        bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
 
     def _send_notes(self, unused: Sequence[int]) -> None:
         self._used.fill_(1.0)

@@ -32,14 +32,12 @@ class TableSync(ABC):
         self._group = group
 
     @abstractmethod
-    def step(self, lr: float, now: int) -> int:
-        """Apply the gradients of this step to the rows; return the bytes that this worker sent."""
+    def step(self, lr: float, now: int) -> None:
+        """Apply the gradients of this step to the rows."""
 
-    def _gather(self, mine: Tensor) -> tuple[list[Tensor], int]:
-        """Gather the bytes of all workers, in rank order; return the bytes sent, too."""
-        parts = [part.cpu() for part in self._group.gather_uneven(mine.to(self._group.device))]
-        longest = max(len(part) for part in parts)
-        return parts, (self._world - 1) * (longest + 8)
+    def _gather(self, mine: Tensor) -> list[Tensor]:
+        """Gather the bytes of all workers, in rank order."""
+        return [part.cpu() for part in self._group.gather_uneven(mine.to(self._group.device))]
 
 
 class ReplicatedTables(TableSync):
@@ -47,16 +45,15 @@ class ReplicatedTables(TableSync):
         super().__init__(train_state, view, group)
         assert not isinstance(train_state.model, RowModel), "there are no gradients to add up"
 
-    def step(self, lr: float, now: int) -> int:
+    def step(self, lr: float, now: int) -> None:
         grads = self._tables.take()
         mine = torch.empty(num_bytes(grads, self._tables.specs), dtype=torch.uint8)
         pack_into(mine.numpy().data, grads, self._tables.specs)
-        parts, sent = self._gather(mine)
+        parts = self._gather(mine)
         all_grads = [unpack(part.numpy().data, self._tables.specs) for part in parts]
         ones, base_lr = [1.0] * self._world, self._train_state.base_lr
         self._tables.stores.apply(all_grads, ones, lr=lr, base_lr=base_lr, now=now, make=True)
         self._tables.stores.evict_periodically(now)
-        return sent
 
 
 class SharedTables(TableSync):
@@ -66,7 +63,7 @@ class SharedTables(TableSync):
         self._share_tables()
         self._tables.writers = view.world
 
-    def step(self, lr: float, now: int) -> int:
+    def step(self, lr: float, now: int) -> None:
         stores, base_lr = self._tables.stores, self._train_state.base_lr
         stores.apply([self._tables.take()], [1.0], lr=lr, base_lr=base_lr, now=now)
         if stores.evicting and now % EVICT_EVERY == 0:
@@ -74,13 +71,12 @@ class SharedTables(TableSync):
             if self._group.rank == 0:
                 stores.evict(now)
             self._group.barrier()
-        return 0
 
     def _share_tables(self) -> None:
         """Share the first worker's tables with the others."""
         first = self._group.rank == 0
         addresses = json.dumps(self._tables.stores.share()) if first else ""
-        parts, _ = self._gather(torch.tensor(list(addresses.encode()), dtype=torch.uint8))
+        parts = self._gather(torch.tensor(list(addresses.encode()), dtype=torch.uint8))
         if not first:
             self._tables.stores.attach(json.loads(bytes(parts[0].numpy())))
         self._group.barrier()  # the first must be alive while the others attach

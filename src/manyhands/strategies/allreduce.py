@@ -166,6 +166,8 @@ class AllReduceLearner(Learner):
         workers are lost."""
         self._in_flight: StepReport | None = None
         """The report of the step that is being computed, or that a view change interrupted."""
+        self._sent_before = 0
+        """Bytes sent in the group before the step."""
         if config.tls:
             from manyhands.collectives.gloo_tls import use_tls
 
@@ -225,6 +227,7 @@ class AllReduceLearner(Learner):
 
             sync_type = SharedTables if shared else ReplicatedTables
             self._table_sync = sync_type(self.train_state, view, self._group)
+        self._sent_before = self._group.bytes_sent
         return rescued
 
     def _start_state_transfer(self, new: Collection[int], source: int, view: View) -> None:
@@ -321,7 +324,7 @@ class AllReduceLearner(Learner):
         from manyhands.compute.gradients import DeviceTime, gradients
 
         started = time.perf_counter()
-        lr, reducer, sent = self.train_state.lr, self._reducer, 0
+        lr, reducer = self.train_state.lr, self._reducer
         report = StepReport(share.step, share.samples, 0.0, 0.0, lr)
         if self.train_state.device != "cpu":
             report.compute_s = DeviceTime()
@@ -334,9 +337,8 @@ class AllReduceLearner(Learner):
             else:
                 self._buffers.broadcast(self._group)
                 computed = self._share_gradients(share, report, reducer)
-                sent = reducer.bytes_sent
                 if self._table_sync is not None:
-                    sent += self._table_sync.step(lr, share.step)
+                    self._table_sync.step(lr, share.step)
         summed = time.perf_counter()
         if self._state_receiver is None:
             self.train_state.update()
@@ -350,7 +352,9 @@ class AllReduceLearner(Learner):
         if self.train_state.device == "cpu":
             report.wait_s = summed - computed
             report.compute_s = time.perf_counter() - started - report.wait_s
-        report.bytes_sent = sent
+        if self._group is not None:
+            total = self._group.bytes_sent
+            report.bytes_sent, self._sent_before = total - self._sent_before, total
         return report
 
     def _share_gradients(self, share: Share, report: StepReport, reducer: Reducer) -> float:

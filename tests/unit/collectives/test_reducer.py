@@ -48,7 +48,7 @@ def gradients_of(who, model, alone, note=lambda weight, loss: None):
             with alone():
                 model(x, who).backward()
         else:
-            note(2**24 + who, torch.tensor(0.1, dtype=torch.float64) * who)
+            note(2**24 + who, torch.tensor(2.0**-30, dtype=torch.float64) * who)
             model(x, who).backward()
 
 from contextlib import nullcontext
@@ -74,7 +74,7 @@ for repeat in range(3):
     assert model.never.weight.grad is None
     # More than float32 can tell, and the last bucket has another dtype.
     whos = [each + repeat for each in range(world)]
-    sums = [sum(2**24 + who for who in whos), sum(0.1 * who for who in whos)]
+    sums = [sum(2**24 + who for who in whos), sum(2**-30 * who for who in whos)]
     assert reducer.sums.tolist() == sums, (reducer.sums, sums)
     for p in parameters:
         p.grad = None
@@ -109,6 +109,52 @@ os._exit(0)
 """
 )
 
+COUNTS = (
+    COMMON
+    + """
+def counted(operation):
+    before, computed = group.bytes_sent, group._computed_bytes
+    operation()
+    group.barrier()
+    time.sleep(0.2)  # what is in the kernel's queue
+    return group.bytes_sent - before, group._computed_bytes - computed
+
+def near(by_kernel, computed):  # headers, and what TCP sends twice
+    return abs(by_kernel - computed) < 0.03 * computed + 2000
+
+MANY = 300_000
+numbers, all_numbers = torch.ones(MANY), torch.ones(world * MANY)
+operations = {
+    "all_reduce": lambda: group.all_reduce(all_numbers),
+    "reduce_scatter": lambda: group.reduce_scatter(all_numbers, into=numbers),
+    "all_gather": lambda: group.all_gather(numbers, into=all_numbers),
+    "all_to_all": lambda: group.all_to_all(all_numbers, into=torch.empty(world * MANY)),
+    "send": lambda: group.send(numbers, to=1) if rank == 0 else rank == 1 and group.recv(numbers, source=0),
+}
+for name, operation in operations.items():
+    by_kernel, computed = counted(operation)
+    if name == "reduce_scatter":
+        computed *= 2  # gloo makes an all_reduce of it
+    assert near(by_kernel, computed), (name, by_kernel, computed)
+# A broadcast may pass through other workers: the sum over all counts.
+total = torch.tensor(counted(lambda: group.broadcast(numbers, source=1)))
+group.all_reduce(total)
+assert near(*total.tolist()), total
+
+split = group.split(list(range(world)))
+by_kernel, _ = counted(lambda: split.all_reduce(numbers))
+expected = 2 * (world - 1) * numbers.nbytes / world
+assert near(by_kernel, expected), (by_kernel, expected)
+before = group.bytes_sent
+split.close()
+again = group.split(list(range(world)))  # forgets splits that are closed
+assert 0 <= group.bytes_sent - before < 1000
+group.close()
+assert 0 <= group.bytes_sent - before < 10_000
+print("counted")
+"""
+)
+
 
 def run(code: str, folder: Path, *arguments: str, world: int) -> list[str]:
     started = [
@@ -129,6 +175,11 @@ def run(code: str, folder: Path, *arguments: str, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_every_worker_gets_the_sum_of_all_gradients(world: int, tmp_path: Path) -> None:
     assert run(SUMS, tmp_path, world=world) == ["same"] * world
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_the_kernel_counts_what_operations_are_computed_to_send(world: int, tmp_path: Path) -> None:
+    assert run(COUNTS, tmp_path, world=world) == ["counted"] * world
 
 
 @pytest.mark.parametrize("how", ["dies", "sleeps"])
