@@ -246,6 +246,9 @@ class StepReport:
     compute_s: float | DeviceTime | None = None
     wait_s: float | None = None
     """Time waited for other members; None on a GPU, where the host's clock can't tell."""
+    waited_for: str = ""
+    """The server that it waited for longest, where a wait has a server; in lockstep, the worker that all
+    waited for follows from the times."""
     bytes_sent: int = 0
     """Bytes that this worker sent over the network since its report before."""
     part: int = 0
@@ -364,6 +367,11 @@ class DedicatedServer(ABC):
     @abstractmethod
     def on_view(self, view: View) -> Joined:
         """Serve the members of this view instead of those of the last; raises as `Learner.on_view`."""
+
+    @property
+    def num_updates(self) -> int:
+        """Number of updates that it has applied."""
+        return 0
 
     @abstractmethod
     def check(self) -> None:

@@ -253,6 +253,8 @@ class StepRow:
     """If true, it is not in the weights."""
     measures: Mapping[str, tuple[float, Weight]] = field(default_factory=dict)
     """Name to (number, weight): what the job has logged and the learner has added; see measure.py."""
+    waited_for: str = ""
+    """The server that it waited for longest, if it knows."""
 
 
 @dataclass(frozen=True)

@@ -322,6 +322,8 @@ class Driver:
                 self._on_report(member, message)
             case Beat():
                 self.failures.on_beat(member, message)
+                if self.training is not None:
+                    self.training.on_beat(member, message)
                 ticked = self.coordinator.members[member].ticked
                 self._last_progress = max(self._last_progress, ticked)
                 if self.plan is not None and self.plan.awaiting:

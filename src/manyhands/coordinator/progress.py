@@ -36,8 +36,8 @@ class OpenPart:
     """If true, it is in the weights according to the members, and its row was lost."""
     sums: Sums | None = None
     """Sums that the members know of a settled part."""
-    wasted: list[StepRow] = field(default_factory=list)
-    """Attempts that were dropped: their time was spent, and their bytes sent."""
+    wasted: list[tuple[str, StepRow]] = field(default_factory=list)
+    """Attempts that were dropped, with their members: their time was spent, and their bytes sent."""
 
     @property
     def done(self) -> bool:
@@ -62,6 +62,18 @@ class OpenStep:
         return [p.holder for p in self.parts.values() if p.holder is not None and not p.done]
 
 
+@dataclass(frozen=True, slots=True)
+class MemberPart:
+    """One attempt of a member at a part of a step."""
+
+    member: str
+    samples: int
+    row: StepRow | None
+    """None if its report was lost."""
+    applied: bool = True
+    """If false, it was dropped."""
+
+
 @dataclass(frozen=True)
 class CommittedStep:
     event: StepCommitted
@@ -70,6 +82,8 @@ class CommittedStep:
     """Total weight of its samples. A step without weight has no loss."""
     staleness: tuple[int, ...]
     """Staleness of each part that was reported."""
+    parts: Sequence[MemberPart] = ()
+    """All attempts at its parts, dropped ones included."""
 
 
 class StepProgress:
@@ -121,7 +135,7 @@ class StepProgress:
             return False
         if row.dropped:
             part.holder = None
-            part.wasted.append(row)
+            part.wasted.append((member, row))
             return False
         part.row = row
         self._count_down(row.step)
@@ -189,7 +203,8 @@ class StepProgress:
         if len(rows) < len(parts) and step.sums is not None and step.sums[0]:
             sums = [step.sums]
         weight = sum(pair[0] for pair in sums)
-        spent = [row for part in parts for row in part.wasted] + rows
+        wasted = [attempt for part in parts for attempt in part.wasted]
+        spent = [row for _, row in wasted] + rows
         loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # nothing is known of its parts except that they count
@@ -208,7 +223,13 @@ class StepProgress:
             staleness=sum(staleness) / len(rows) if self.width and rows else None,
             measures=combine([row.measures for row in rows if row.measures], self.measures),
         )
-        return CommittedStep(event, len(parts), weight, staleness)
+        attempts = [MemberPart(member, 0, row, applied=False) for member, row in wasted]
+        attempts += [
+            MemberPart(part.holder, sum(stop - start for start, stop in part.ranges), part.row)
+            for part in parts
+            if part.holder is not None
+        ]
+        return CommittedStep(event, len(parts), weight, staleness, attempts)
 
     def _seconds(self, rows: Sequence[StepRow]) -> float:
         if self.width is None:

@@ -11,6 +11,7 @@ from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.context import RunContext
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.failure_handler import FailureHandler
+from manyhands.coordinator.member_times import MemberTimesMeter
 from manyhands.coordinator.membership import Membership
 from manyhands.coordinator.plan import LIMIT, TrainingPlan
 from manyhands.coordinator.progress import evaluation_of
@@ -21,7 +22,7 @@ from manyhands.costs import ModelSize
 from manyhands.errors import JobError
 from manyhands.events import events
 from manyhands.events.units import show_time
-from manyhands.hosts.messages import LinkBroken, PeerRefused
+from manyhands.hosts.messages import Beat, LinkBroken, PeerRefused
 
 MAX_NOTE_CHARS = 500
 """Maximum length of a member's notice; the rest is cut off."""
@@ -63,6 +64,7 @@ class Training:
         self._evaluation: dict[str, messages.EvaluationReport] = {}
         self._rehearsed: dict[str, ModelSize | None] = {}
         self._stopped: set[str] = set()
+        self._member_times = MemberTimesMeter(lockstep=context.options.config.traits.lockstep)
         self._view = 0
         """Number of the active view: reports of older ones are discarded."""
 
@@ -96,6 +98,7 @@ class Training:
         self._evaluation, self._stopped = {}, set()
         membership.finish_view_change()
         clock, now = membership.recovery_clock, time.monotonic()
+        self._member_times.enter_view({seat.name: seat.role for seat in views.current.seats}, now)
         clock.joined(now, redone_steps=redone, steps_before=steps_before or 0)
         clock.active(now)
 
@@ -123,6 +126,10 @@ class Training:
             )
         if change_view and dispatcher.idle:
             pool.change_view()
+        self._emit_member_times()
+
+    def on_beat(self, member: str, beat: Beat) -> None:
+        self._member_times.on_beat(member, beat, time.monotonic())
 
     def on_report(self, member: str, report: messages.Report) -> None:
         # Before a view is active, only `ViewJoined` is handled; of older views, only what was done.
@@ -149,6 +156,7 @@ class Training:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.dispatcher.members):
                     self._report_recovery(membership.recovery_clock.ended(), at=time.time())
+                    self._emit_member_times(last=True)
                     membership.dismiss()
                     self.dispatcher.send_all(messages.LeaveOrder())
             case LinkBroken(peer=peer) if recovers and report.view == views.current.number:
@@ -183,11 +191,18 @@ class Training:
                 )
             self._note_progress(step.event)
             self._stream.emit(step.event)
+            self._member_times.committed(step)
         if self._run_stats.bad_steps.too_many:
             self.plan.stop("diverged", save=False)
         self._checkpoint_tracker.commit_written(self.plan)
         for worker, times in self.dispatcher.throughput.news(self.dispatcher.workers):
             self._stream.notice(f"{worker} computes {times:.1f} times slower than the median")
+
+    def _emit_member_times(self, *, last: bool = False) -> None:
+        step = self.plan.committed_step
+        event = self._member_times.take(time.monotonic(), step=step, last=last)
+        if event is not None:
+            self._stream.emit(event)
 
     def _note_progress(self, event: events.StepCommitted | events.Evaluated) -> None:
         times = self._membership.recovery_clock.progress(time.monotonic(), event.step)

@@ -7,6 +7,7 @@
         ViewChanged                         the members from now on
         repeat:
             StepCommitted*                  samples per member, loss
+            MemberTimes?                    once a second: what each member did since the last one
             Evaluated?                      on all workers, after an epoch or a number of steps
             TargetReached?                  with --target: that evaluation reached it
             RateChanged?                    new factor of the learning rate, new batch size
@@ -32,6 +33,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MEMBER_COLUMNS = (
+    "steps",
+    "samples",
+    "compute_s",
+    "wait_s",
+    "waited_for",
+    "bytes_sent",
+    "staleness",
+    "phase",
+)
+"""What a row of MemberTimes has, in this order."""
+MemberRow = tuple[
+    int, int | None, float | None, float | None, str | None, int | None, float | None, str
+]
+MembersSummary = Mapping[str, int | tuple[float, float, float] | Mapping[str, int] | None]
 Range = tuple[int, int]
 """Positions [start, stop) in the epoch's permutation."""
 
@@ -139,6 +155,23 @@ class StepCommitted(Event):
     measures: Mapping[str, float] = field(default_factory=dict)
     """What the job logged with self.log() and what the strategy measured, by name. MemberReady has units
     and rules; a measure that is not listed there is a mean over all samples of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberTimes(Event):
+    """What each member has done since the last event of this kind: at most once a second, and once at the
+    end. In a run without failures, the samples of all of them add up to those of the steps."""
+
+    step: int
+    """Up to this one, all steps are committed."""
+    seconds: float
+    """Time since the last event of this kind, or since training began."""
+    members: Mapping[str, MemberRow]
+    """By name: the values of MEMBER_COLUMNS; None where one is not known, or the member has none. All
+    members if they are few, otherwise those that stand out."""
+    others: Mapping[str, MembersSummary]
+    """Of the other "workers" and "servers": how many `members`; the least, the mean and the most of each
+    column of numbers; of `waited_for` and `phase`, the most frequent values with their counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,8 @@ Tags: train/loss, train/lr, train/samples_per_s, time/step_s, time/compute_s, ti
 comm/bytes_sent, eval/<metric>, checkpoint/stall_s, and a text "run" with the start banner; without
 lockstep also train/staleness, and at the end a text "staleness" with its histogram; train/<name> for what
 the job logs and the strategy measures; train/lr_factor and train/batch_size at the steps at which they
-change. The description of a tag has its unit, and how it is combined over workers.
+change; members/<computing|waiting>_<min|mean|max>, once a second: the fraction of the time that workers
+computed and waited. The description of a tag has its unit, and how it is combined over workers.
 
 Each start of a run writes its own file into the folder; TensorBoard reads them as one. A `Resumed` event
 is written as a SessionLog START at the next step, which makes TensorBoard discard everything from that
@@ -43,6 +44,9 @@ TAGS = {
 }
 """The tags of the measures that a step has in fields of its own. Others are train/NAME."""
 
+SAMPLES = events.MEMBER_COLUMNS.index("samples")
+"""The column of MemberTimes that only workers have."""
+
 
 class TensorBoardSink(Sink):
     """Writes into `folder`. If tensorboard is not installed, it logs that once and does nothing."""
@@ -72,6 +76,8 @@ class TensorBoardSink(Sink):
                 self._write_start(step=0)
             case events.StepCommitted():
                 self._write(event, event.step, step_scalars(event))
+            case events.MemberTimes():
+                self._write(event, event.step, member_scalars(event))
             case events.Evaluated():
                 metrics = {f"eval/{name}": value for name, value in event.metrics.items()}
                 self._write(event, event.step, metrics)
@@ -159,6 +165,27 @@ def step_scalars(event: events.StepCommitted) -> dict[str, float]:
     }
     scalars = {TAGS[name]: value for name, value in columns.items() if value is not None}
     return scalars | {f"train/{name}": value for name, value in event.measures.items()}
+
+
+def member_scalars(event: events.MemberTimes) -> dict[str, float]:
+    """Return by tag which fraction of the time workers computed and waited: the mean, and the extremes."""
+    scalars: dict[str, float] = {}
+    summary = event.others.get("workers", {})
+    for column, tag in (("compute_s", "computing"), ("wait_s", "waiting")):
+        at = events.MEMBER_COLUMNS.index(column)
+        rows = [row for row in event.members.values() if row[SAMPLES] is not None]
+        values = [value for row in rows if isinstance(value := row[at], int | float)]
+        least, most, total, number = [*values], [*values], sum(values), len(values)
+        if isinstance(rest := summary.get(column), tuple):
+            members = summary["members"]
+            assert isinstance(members, int)
+            least.append(rest[0])
+            most.append(rest[2])
+            total, number = total + rest[1] * members, number + members
+        if number and event.seconds > 0:
+            found = {"min": min(least), "mean": total / number, "max": max(most)}
+            scalars |= {f"members/{tag}_{name}": v / event.seconds for name, v in found.items()}
+    return scalars
 
 
 def describe(name: str, facts: Mapping[str, str]) -> str:

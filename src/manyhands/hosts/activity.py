@@ -26,6 +26,8 @@ class Activity:
     doing: str = WAITING
     ticks: int = 0
     """Counts progress: steps, micro-batches, batches of an evaluation."""
+    updates: int = 0
+    """Updates that a dedicated server has applied."""
 
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:

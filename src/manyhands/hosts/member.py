@@ -273,6 +273,8 @@ class Member:
                         ticks=activity.ticks,
                         step=activity.step,
                         doing=activity.doing,
+                        cpu_s=used - used_before,
+                        updates=activity.updates,
                     )
                 )
             except LinkError:

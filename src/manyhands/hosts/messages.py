@@ -30,6 +30,10 @@ class Beat:
     """The section of the job's code that it is in; see activity.py."""
     busy: bool = False
     """If true, it has used a core since the last beat."""
+    cpu_s: Seconds = 0.0
+    """CPU time since the last beat."""
+    updates: Count = 0
+    """Updates that a dedicated server has applied."""
 
 
 @dataclass(frozen=True)

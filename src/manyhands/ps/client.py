@@ -193,6 +193,14 @@ class ServerWaiter:
         self._timeout_s = timeout_s
         self._activity = activity or Activity()
         self._error: BaseException | None = None
+        self._waits: dict[str, float] = {}
+        """Seconds waited for each server since `take_longest`."""
+
+    def take_longest(self) -> str:
+        """Return the server that was waited for longest since the last call; empty if there was no wait."""
+        with self.changed:
+            waits, self._waits = self._waits, {}
+        return max(waits, key=lambda name: waits[name], default="")
 
     def wait(
         self,
@@ -217,6 +225,9 @@ class ServerWaiter:
                     asked = now
                     ask()
                 self.changed.wait(0.5)
+                waited_s = time.monotonic() - now
+                for name in {*names}:
+                    self._waits[name] = self._waits.get(name, 0.0) + waited_s
 
     def fail(self, error: BaseException) -> None:
         """Raise an error of another thread in the thread that waits, now or next."""

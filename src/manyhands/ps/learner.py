@@ -312,6 +312,7 @@ class PsLearner(Learner):
         self._in_step, self._in_flight = None, None
         report.wait_s = (began - started) + (ended - computed)
         report.bytes_sent = pushes.take_bytes_sent()
+        report.waited_for = self._connected().waiter.take_longest()
         return report
 
     def _contribution(

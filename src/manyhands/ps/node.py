@@ -260,12 +260,26 @@ class DedicatedPsServer(DedicatedServer):
 
     def __init__(self, config: ParameterServer, context: Context) -> None:
         self._node = PsNode(config, context.train_state, context.me)
+        self._first_version: int | None = None
+        """Version of the weights when it began to serve."""
 
     def on_view(self, view: View) -> Joined:
         self._node.leave(view)
         self._node.enter(view)
         self._node.wait_until_begun()
+        if self._first_version is None:
+            self._first_version = self._version
         return Joined(applied=self._node.applied_steps())
+
+    @property
+    def num_updates(self) -> int:
+        first = self._first_version
+        return 0 if first is None else max(0, self._version - first)
+
+    @property
+    def _version(self) -> int:
+        state = self._node.server_state
+        return state.ledger.version if state is not None else 0
 
     def check(self) -> None:
         server = self._node.server

@@ -81,6 +81,7 @@ class Reporter:
                 staleness=r.staleness,
                 dropped=r.dropped,
                 measures=measures,
+                waited_for=r.waited_for,
             )
             for r, weight, loss, measures in zip(
                 reports, weights, losses, _read_measures(reports), strict=True

@@ -58,6 +58,7 @@ class ServerProgram:
         while True:
             message = self.member.next_message(timeout_s=POLL_S)
             self.server.check()
+            self.member.activity.updates = self.server.num_updates
             match message:
                 case ViewFormed(view):
                     with self.member.phase("joining its peers"):

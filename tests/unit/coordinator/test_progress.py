@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
-from manyhands.coordinator.progress import WHOLE, StepProgress, evaluation_of
+from manyhands.coordinator.progress import WHOLE, MemberPart, StepProgress, evaluation_of
 from manyhands.events.events import StepCommitted
 from manyhands.ranges import Range
 from manyhands.transport.fields import read
@@ -272,3 +272,26 @@ def test_an_evaluation_of_nothing_has_no_number() -> None:
     samples, metrics = evaluation_of([part(2, {"loss": [0.0, 0.0]})], {})
     assert samples == 2
     assert math.isnan(metrics["loss"])
+
+
+def test_a_committed_step_has_all_attempts_at_its_parts() -> None:
+    progress = StepProgress()
+    progress.width = 2
+    progress.expect(StepPlan(1, 0, ((0, 6),)), {0: [(0, 2)], 1: [(2, 5)], 2: [(5, 6)]})
+    for part, name in enumerate(("worker-0", "worker-1", "worker-1")):
+        progress.assign((1, part), name)
+    dropped = row(1, 2, 1.0, part=0)
+    dropped.dropped = True
+    assert not progress.add("worker-0", dropped)
+    progress.assign((1, 0), "worker-1")
+    first, second = row(1, 2, 1.0, part=0), row(1, 3, 1.0, part=1)
+    assert progress.add("worker-1", second)
+    assert progress.add("worker-1", first)
+    progress.settle({(1, 2): None}, whole=False)
+    (step,) = progress.committed()
+    assert list(step.parts) == [
+        MemberPart("worker-0", 0, dropped, applied=False),
+        MemberPart("worker-1", 2, first),
+        MemberPart("worker-1", 3, second),
+        MemberPart("worker-1", 1, None),
+    ]

@@ -76,6 +76,43 @@ def test_tags_and_values_read_back(
     assert "| torch | 2.11.0 |" in said
 
 
+def test_which_part_of_the_time_members_compute_and_wait(
+    tmp_path: Path, start: list[ev.Event]
+) -> None:
+    sink = TensorBoardSink(tmp_path / "tb")
+    some = ev.MemberTimes(
+        step=10,
+        seconds=2.0,
+        members={
+            "worker-0": (5, 40, 1.0, 0.5, "worker-1", 7, None, "training"),
+            "worker-1": (5, 40, 1.8, None, None, 7, None, "training"),
+            "server-0": (5, None, 0.1, 1.9, None, None, None, "serving"),
+        },
+        others={},
+    )
+    rest: ev.MembersSummary = {"members": 2, "compute_s": (0.2, 0.4, 0.6), "wait_s": None}
+    nothing = {"worker-0": (0, 0, None, None, None, 0, None, "evaluating")}
+    for event in [
+        *start,
+        some,
+        dataclasses.replace(some, step=20, others={"workers": rest, "servers": {"members": 1}}),
+        dataclasses.replace(some, step=30, members=nothing),
+    ]:
+        sink.handle(event)
+    sink.close()
+    board = read(tmp_path / "tb")
+    for tag, values in {
+        "members/computing_min": [0.5, 0.1],
+        "members/computing_mean": [0.7, 0.45],
+        "members/computing_max": [0.9, 0.9],
+        "members/waiting_min": [0.25, 0.25],
+        "members/waiting_mean": [0.25, 0.25],
+        "members/waiting_max": [0.25, 0.25],
+    }.items():
+        assert [point.step for point in board.Scalars(tag)] == [10, 20]
+        assert [point.value for point in board.Scalars(tag)] == pytest.approx(values), tag
+
+
 def test_a_tag_says_its_unit_and_rule(
     tmp_path: Path, start: list[ev.Event], step: Callable[..., ev.StepCommitted]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,25 @@ def test_a_wait_ends_with_the_deadline_or_the_loss_of_a_server() -> None:
     waiter.fail(ValueError("in another thread"))
     with pytest.raises(ValueError, match="in another thread"):
         waiter.wait("step 3", list)
+
+
+def test_the_server_that_was_behind_longest_is_the_one_waited_for() -> None:
+    waiter = ServerWaiter("worker-0", check=lambda: None, timeout_s=60.0)
+    assert waiter.take_longest() == ""
+    behind, over = iter([["a", "b", "b"], ["b"], []]), threading.Event()
+
+    def notify() -> None:
+        while not over.wait(0.01):
+            with waiter.changed:
+                waiter.changed.notify_all()
+
+    notifying = threading.Thread(target=notify)
+    notifying.start()
+    waiter.wait("step 3", lambda: next(behind))
+    over.set()
+    notifying.join()
+    assert waiter.take_longest() == "b"
+    assert waiter.take_longest() == "", "each wait counts once"
 
 
 def test_resting_and_the_next_step(tmp_path: Path) -> None:
