@@ -490,7 +490,9 @@ class TorchGroup(Group):
             options._timeout = timedelta(seconds=limits.collective_s)
             return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
         first = timedelta(seconds=min(limits.connect_s, limits.collective_s))
-        made = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=first)
+        made: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=first)
+        # One that is connected and leaves at once would break the connections of those that are not, yet.
+        made.barrier().wait()
         made._set_default_timeout(timedelta(seconds=limits.collective_s))
         return made
 

@@ -97,6 +97,10 @@ def _begin(group: Group, operation: Operation) -> tuple[Tensor, Any]:
         tensor = _input(operation, rank, size)
         source = operation.seed % world
         return tensor, group.broadcast(tensor, source=source, async_op=True)
+    if operation.kind == "form":
+        group.split(range(world)).close()
+        tensor = torch.empty(0)
+        return tensor, group.broadcast(tensor, source=0, async_op=True)
     assert operation.kind == "ring"
     tensor = _input(operation, rank, size)
     into = _zeros(tensor, size)

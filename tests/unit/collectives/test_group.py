@@ -88,6 +88,11 @@ def test_every_operation_over_gloo(gloo: Workers) -> None:
     assert gloo.execute(EVERYTHING) == expected(gloo.size)
 
 
+def test_a_split_may_be_closed_at_once(gloo: Workers) -> None:
+    """Also by a worker that is connected before the others are."""
+    assert gloo.execute([Operation("form")] * 100) == [[[]] * 100] * gloo.size
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_operation_between_threads(size: int) -> None:
     assert in_threads(size, EVERYTHING) == expected(size)

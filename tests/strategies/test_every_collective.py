@@ -1,0 +1,93 @@
+"""Workers die inside every operation of a group and of its splits: the others go on, and every sample counts
+once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from manyhands.testing import harness
+from manyhands.testing.counting import COUNTING, Counting
+from manyhands.testing.harness import Finished
+
+EXTRA = Path(__file__).parent / "extra"
+GROUPS = ("everyone", "pair", "trio", "inner")
+OPERATIONS = (
+    *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_and_recv"),
+)
+SOME = ["everyone/all_to_all 3", "pair/all_gather 1", "trio/reduce_scatter 0", "inner/split 0"]
+ALL = [
+    *(f"{group}/{what} {place % 2}" for place, what in enumerate(OPERATIONS) for group in GROUPS),
+    "inner/split 1",
+]
+
+
+@pytest.fixture(autouse=True)
+def members_know_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which workers find the plan."""
+    found = tmp_path / "places"
+    found.mkdir()
+    monkeypatch.setenv("EVERY_COLLECTIVE", str(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        SOME,
+        *(pytest.param(ALL[n::5], marks=pytest.mark.long) for n in range(5)),
+    ],
+    ids=lambda plan: plan[0].replace(" ", "-"),
+)
+def test_a_death_inside_any_operation_of_any_split(
+    plan: list[str], tmp_path: Path, folder: Path
+) -> None:
+    (folder / "plan").write_text("\n".join(plan))
+    places = {line.split()[0].replace("/", "-") for line in plan}
+    run = tmp_path / "run"
+    arguments = harness.train_arguments(
+        *(COUNTING, run, "--max-restarts", "1000"),
+        strategy="every-collective",
+        workers=4,
+        epochs=100_000,
+    )
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for(
+            lambda events: (
+                sum(e["event"] == "Recovered" for e in events) >= len(plan)
+                and places <= {path.name for path in folder.iterdir()}
+            )
+        )
+        pids = running.pids()
+        running.signal(signal.SIGTERM)
+        done = running.wait(code=75)
+    assert len(done.of("MemberLost")) == len(plan)
+    assert not done.of("MemberFailed")
+    assert not done.of("Resumed"), "nobody starts again from a checkpoint"
+    every_sample_counts_once(done)
+    assert harness.gone([*pids.values(), running.process.pid])
+
+
+def every_sample_counts_once(done: Finished) -> None:
+    """In the events, and in the weights."""
+    uses = done.uses_by_epoch()
+    last = max(uses)
+    assert last > 0
+    for epoch, positions in uses.items():
+        wanted = sorted(set(positions)) if epoch == last else list(range(Counting.samples))
+        assert sorted(positions) == wanted, f"epoch {epoch}"
+    state = done.state()
+    # The weights are those of samples; positions are theirs in the shuffled order of an epoch.
+    totals = (-state["model"]["dense"]).unique(dim=1)
+    rows = -state["tables"]["sparse"]["rows"].unique(dim=1)
+    assert totals.shape[1] == rows.shape[1] == 1
+    assert sorted(set(totals.view(-1).tolist())) in ([last, last + 1], [last + 1])
+    assert totals.sum() == rows.sum() == sum(map(len, uses.values()))
