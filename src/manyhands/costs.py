@@ -6,8 +6,8 @@ A strategy computes both from facts alone, without torch and before anything is 
     Strategy.memory(facts)        -> MemoryUses of a worker, a server, a host, and the writer of checkpoints
 
 `manyhands train --check` and the documentation print them, and tests compare them with the kernel's count and
-with measured memory. What nobody can know beforehand is None: activations, or rows of tables whose number
-depends on the data.
+with measured memory. Values that can't be known beforehand are None: activations, or rows of tables whose
+number depends on the data.
 
 Facts come from a model that was built (compute/model_size.py), or can be made up for one that was not.
 """
@@ -135,7 +135,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class CostFacts:
-    """What the costs of a run depend on, besides the strategy and the members of a view."""
+    """Facts about a run that its costs depend on, besides the strategy and the members of a view."""
 
     model: ModelSize
     workers: int = 1
@@ -182,14 +182,13 @@ class MemoryUse:
     """Memory for one purpose."""
 
     of: Holder
-    """What has it: each worker, each server (also one in a worker's process), each host (shared by its
+    """The owner: each worker, each server (also one in a worker's process), each host (shared by its
     members), or the worker that writes checkpoints."""
     purpose: str
     num_bytes: int | None
     """None: unknown."""
     on: DeviceKind = "device"
-    """What the worker computes with: the GPU's memory, or the host's if it has no GPU. Or always the
-    host's."""
+    """The device's memory, which is the host's if there is no GPU; or always the host's."""
 
 
 def add(numbers: Iterable[int | None]) -> int | None:
@@ -246,8 +245,8 @@ def replicated_model(facts: CostFacts, *, tables_of: Holder = "worker") -> list[
 def model_extras(
     facts: CostFacts, *, tables_of: Holder, table_copies: float = 1.0
 ) -> Iterator[MemoryUse]:
-    """Yield what a worker has besides parameters, gradients and optimizer, in all strategies. `table_copies`:
-    the part of all rows that a holder has."""
+    """Yield a worker's memory besides parameters, gradients and optimizer, which is the same in all
+    strategies. `table_copies`: the part of all rows that a holder has."""
     model = facts.model
     if model.buffers:
         yield MemoryUse("worker", "buffers", model.buffer_bytes)
@@ -258,7 +257,7 @@ def model_extras(
 
 
 def checkpoint_copy(facts: CostFacts, *, extra: int | None = 0) -> MemoryUse:
-    """Return what the worker that writes checkpoints has, from the first one on: a copy of the state."""
+    """Return the memory of the worker that writes checkpoints, from the first one on: a copy of the state."""
     model = facts.model
     copied = add([model.parameter_bytes, model.buffer_bytes, model.state_bytes, extra])
     return MemoryUse("writer", "checkpoints", copied, "host")

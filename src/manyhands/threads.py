@@ -2,7 +2,7 @@
 
 A thread that ends with an exception takes its work with it, while everything that depends on it waits forever
 or continues as if it were done. So `start_thread` and `start_timer` require `on_error`, which is called with
-whatever the target raises, in the same thread. It passes the error on to the owner:
+an exception of the target, in the same thread. It passes the error on to the owner:
 
     a result that is waited for          keep the error; the next call of the owner raises it
     a connection                        close it; its other end and its readers notice
@@ -24,7 +24,7 @@ OnError = Callable[[BaseException], object]
 def start_thread(
     target: Callable[..., object], *args: Any, name: str, on_error: OnError
 ) -> threading.Thread:
-    """Start a daemon thread that runs `target(*args)`; whatever it raises goes to `on_error`."""
+    """Start a daemon thread that runs `target(*args)`; its exception goes to `on_error`."""
     thread = threading.Thread(target=_guard, args=(target, args, on_error), name=name, daemon=True)
     thread.start()
     return thread

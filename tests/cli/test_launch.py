@@ -118,7 +118,7 @@ def test_a_ray_job_asks_for_a_worker_in_every_slot(launch: Launch) -> None:
         (["slurm", DIGITS, "--", "--lr", "0.1"], "Type  --set lr=0.1"),
         (["slurm", DIGITS, "--", "job.py"], "unexpected argument 'job.py'"),
         (["kubernetes", "job.py"], "--image"),
-        (["kubernetes", "job.py", *IMAGE, "--name", "My Job"], "small letters, digits and -"),
+        (["kubernetes", "job.py", *IMAGE, "--name", "My Job"], "lowercase letters, digits and -"),
         (["kubernetes", "job.py", *IMAGE, "--pods", "0"], "--pods 0"),
         (
             ["kubernetes", "job.py", *IMAGE, "--pods", "2", "--slots", "2", "--", "--workers", "5"],

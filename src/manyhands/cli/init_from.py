@@ -29,7 +29,7 @@ def find_weights(text: str) -> Manifest:
 
 
 def note(weights: Manifest) -> dict[str, Any]:
-    """Return the entry for config.json. It names the step, since `best` may mean another one later."""
+    """Return the entry for config.json. It names the step, since `best` may be another one later."""
     path = weights.path.resolve()
     return {"run": str(path.parents[1]), "step": weights.step, "checkpoint": str(path)}
 

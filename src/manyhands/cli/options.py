@@ -189,7 +189,7 @@ def _add_end_flags(group: argparse._ArgumentGroup) -> None:
     )
     add(
         "--target METRIC=NUMBER",
-        "the same after the first evaluation that reaches it, such as accuracy=0.97; the summary has the "
+        "do the same after the first evaluation that reaches it, such as accuracy=0.97; the summary has the "
         'time, steps and samples until then. Write "min NAME=NUMBER" or "max NAME=NUMBER" if the name does '
         "not show what is better",
     )

@@ -267,7 +267,7 @@ def launching(
         plan.launcher.end(codes[-1])
 
 
-# What there is room for ---------------------------------------------------------------------------
+# Members and slots --------------------------------------------------------------------------------
 
 
 def fit_strategy(text: str, cluster: ClusterSpec) -> str:

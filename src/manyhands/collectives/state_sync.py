@@ -1,4 +1,4 @@
-"""Gives all workers of a view the same weights: those of the worker that is furthest.
+"""Gives all workers of a view the same weights: those of the most advanced worker.
 
 Each worker announces the last step in its weights, and whether it has been in a view before. A worker is at
 most one step behind another, because no update is made before all gradients are there; a new worker has
@@ -46,8 +46,8 @@ def agree(
     tables: bool,
     may_wait: bool = False,
 ) -> SyncResult:
-    """Bring all workers to the state of the furthest, that of the learner included. `learner`: None, if each
-    worker holds a state of its own and keeps it.
+    """Bring all workers to the state of the most advanced one, that of the learner included. `learner`: None,
+    if each worker holds a state of its own and keeps it.
 
     If `tables` is true, they are a part of it, not in memory that all workers share. If `may_wait` is true
     and only new workers lack the state, nothing is sent: that can be done while the others train.

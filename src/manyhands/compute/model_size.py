@@ -1,4 +1,5 @@
-"""The facts about a model that costs are computed from (costs.py), from what a worker has built."""
+"""Collects the facts that costs are computed from (costs.py) from the model and optimizer that a worker has
+built."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def model_size(
 
 def optimizer_bytes(optimizer: Optimizer, parameter: Tensor, group: int) -> int | None:
     """Return the bytes of an optimizer's state for a parameter: from a step of a copy of the optimizer, on a
-    tensor of that shape without memory. None if its step reads numbers, which such a tensor has not."""
+    tensor of that shape without memory. None if its step reads numbers, which such a tensor does not have."""
     meta = nn.Parameter(torch.empty_like(parameter, device="meta"))
     meta.grad = torch.empty_like(meta)
     try:

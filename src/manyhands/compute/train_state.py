@@ -68,7 +68,8 @@ class TrainState:
     def of(
         cls, job: Job, *, device: str, num_steps: int, steps_per_epoch: int | None = None
     ) -> TrainState:
-        """Build the model and what trains it, where no strategy lays the model out in between."""
+        """Build the model, its optimizer and its schedule, where no strategy lays the model out in
+        between."""
         train_state = cls.of_model(job, device=device)
         train_state.build_optimizer(job, num_steps=num_steps, steps_per_epoch=steps_per_epoch)
         return train_state
@@ -210,8 +211,8 @@ class TrainState:
 
 
 def _build_model(job: Job, device: str) -> tuple[nn.Module, LocalTables]:
-    """Build the job's model and its tables. It is the same on every worker, whatever the device: built on the
-    CPU from the seed."""
+    """Build the job's model and its tables. It is the same on every worker and device: built on the CPU from
+    the seed."""
     torch.manual_seed(job.seed)
     model = job.model()
     if not isinstance(model, nn.Module):

@@ -1,8 +1,8 @@
-"""Tracks checkpoints from order to commit: a written one counts once every step up to it is committed.
+"""Tracks checkpoints from order to commit: a written checkpoint counts once every step up to it is committed.
 
-A checkpoint that can't be written is reported and forgotten; training continues, and nothing already
-saved is touched. The run fails only if the last one does. One whose weights are not finite is not
-written at all.
+A checkpoint that can't be written is reported and forgotten; training continues, and nothing already saved is
+touched. The run fails only if the last one does. A checkpoint with weights that are not finite is not written
+at all.
 
 The first worker writes the weights. If each worker holds state that no other has, all of them write: a
 checkpoint counts when all have reported, and is void if one of them dies before.
@@ -35,9 +35,9 @@ class ExpectedCheckpoint:
     """In rank order: the first one writes the weights."""
     workers: int
     copied: set[str] = field(default_factory=set)
-    """Writers that have copied the state: they can write it whatever happens to it now."""
+    """Writers that have copied the state: they can write it even if the state changes now."""
     reports: dict[str, Saved] = field(default_factory=dict)
-    """Of the writers that have written."""
+    """Reports of the writers that are done."""
     stats: Mapping[str, Any] = field(default_factory=dict)
     """State of the statistics when the last writer had copied its own."""
 
@@ -50,8 +50,8 @@ class ExpectedCheckpoint:
         return self.reports.keys() >= set(self.writers)
 
     def can_come(self, members: Collection[str], *, unstarted: bool = False) -> bool:
-        """Return whether it can be written if only these members are left. If `unstarted` is true, also by
-        those that have not copied the state yet."""
+        """Return whether it can be written if only these members are left. `unstarted`: if true, writers that
+        have not copied the state yet count too."""
         return all(
             name in self.reports or (name in members and (unstarted or name in self.copied))
             for name in self.writers
@@ -86,7 +86,7 @@ class CheckpointTracker:
 
     @property
     def unstarted(self) -> bool:
-        """If true, a checkpoint was ordered of which a writer has not copied the state yet."""
+        """If true, some writer of an ordered checkpoint has not copied the state yet."""
         return any(not expected.started for expected in self._expected.values())
 
     def under_way(self, members: Collection[str], *, unstarted: bool = False) -> list[int]:
@@ -118,7 +118,7 @@ class CheckpointTracker:
         # Else it was void, and is written again, to the same folder.
 
     def void(self, members: Collection[str]) -> list[int]:
-        """Forget the checkpoints that can't come with only these members left. Returns their steps."""
+        """Forget the checkpoints that can't be completed with only these members. Returns their steps."""
         void = [
             step
             for step, expected in self._expected.items()
@@ -133,7 +133,7 @@ class CheckpointTracker:
         return void
 
     def commit_written(self, plan: TrainingPlan) -> None:
-        """Make those checkpoints count whose every step is committed."""
+        """Commit the written checkpoints up to the last committed step."""
         for step, expected in list(self._expected.items()):
             if not expected.written or step > plan.committed_step:
                 continue
@@ -199,6 +199,6 @@ class CheckpointTracker:
         )
 
     def _remove(self, step: int, *writers: str) -> None:
-        """Delete what these have written of a checkpoint that does not count."""
+        """Delete the files of these writers: the checkpoint does not count."""
         for name in writers:
             shutil.rmtree(checkpoints.partial(self._run.path, step, name), ignore_errors=True)

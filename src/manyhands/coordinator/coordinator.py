@@ -340,7 +340,7 @@ class Coordinator:
         except LinkError:
             link.close()
             return
-        except Exception as error:  # the coordinator survives whatever an unknown peer sends
+        except Exception as error:  # the coordinator survives any message of an unknown peer
             link.close()
             self._notify(f"a connection from {link.peer} was dropped: {describe(error)}")
             return

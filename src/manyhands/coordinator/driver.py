@@ -49,7 +49,7 @@ from manyhands.threads import describe
 POLL_S = 0.1
 """Time for which the loop waits for an event before it checks timeouts."""
 COPY_S = 2.0
-"""Time for which a failure waits for a checkpoint that was ordered and whose state is not copied yet."""
+"""Time for which a failure waits for an ordered checkpoint to be copied."""
 
 
 class Driver:
@@ -161,7 +161,8 @@ class Driver:
         )
 
     def _check_built(self, plan: TrainingPlan) -> None:
-        """Check what some workers only find out when they join the first view, and show their notes."""
+        """Check the facts that some workers only find out when they join the first view, and show their
+        notes."""
         facts = self.membership.roster.facts
         self._check_job(facts)
         notes = facts.built.notes if facts.built is not None else []
@@ -372,7 +373,7 @@ class Driver:
             self.stream.emit(events.Stopping(reason=name))
 
     def _finish_saving(self) -> None:
-        """Wait for checkpoints whose state is copied, or will be in a moment, before this start ends."""
+        """Wait for checkpoints that are copied, or will be in a moment, before this start ends."""
         began, told = time.monotonic(), False
         while (waited_s := time.monotonic() - began) < self.coordinator.timeouts.stop_s:
             alive = [name for name, member in self.coordinator.members.items() if member.alive]

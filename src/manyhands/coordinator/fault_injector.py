@@ -1,8 +1,8 @@
 """Fault injection (`--chaos`): kills and pauses members, and cuts their links, when the clauses say so.
 
-The driver calls `tick` whenever something has happened, and ten times a second. A fault that is due waits
-for its moment: no member is killed, and no link cut, before the run has recovered from the last such
-fault, and a kill leaves two workers. The coordinator itself and the links to it are left alone.
+The driver calls `tick` whenever something has happened, and ten times a second. A fault that is due waits for
+its moment: no member is killed, and no link cut, before the run has recovered from the last such fault, and a
+kill leaves two workers. The coordinator itself and the links to it are never touched.
 
 The run has recovered from a fault once a step is committed that was not dispatched when it happened.
 """
@@ -198,7 +198,7 @@ class FaultInjector:
             more = f" ({why})" if active.clause.fault == KILL else ""
             self._report_once(active, f"{active.clause} waits: no member is left for it{more}")
 
-    # What becomes of it -----------------------------------------------------------------------
+    # Recovery ---------------------------------------------------------------------------------
 
     def _note(self, clause: FaultClause, member: str, now: float, dispatched_step: int) -> None:
         until, lasts = now + clause.length_s, clause.length_s > 0

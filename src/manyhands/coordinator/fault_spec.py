@@ -88,8 +88,8 @@ def possible_targets(
     if clause.fault == KILL:
         can_die = len(workers) > WORKERS_LEFT, len(workers) >= WORKERS_LEFT and len(servers) > 1
         workers, servers = workers if can_die[0] else (), servers if can_die[1] else ()
-    whom = {WORKER: workers, SERVER: servers}.get(clause.target, [*workers, *servers])
-    return [name for name in whom if clause.target in (*TARGETS, name)]
+    eligible = {WORKER: workers, SERVER: servers}.get(clause.target, [*workers, *servers])
+    return [name for name in eligible if clause.target in (*TARGETS, name)]
 
 
 def check(chaos: FaultSpec, *, workers: int, servers: int) -> None:

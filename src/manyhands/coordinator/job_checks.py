@@ -45,8 +45,8 @@ def check_job(
     saved: Mapping[str, Any] | None = None,
     target: str = "",
 ) -> None:
-    """Refuse what only shows when the job is loaded, or when its metrics are known. `saved`: the plan of a
-    resumed run; `target`: that of this start, as typed."""
+    """Refuse mistakes that show only when the job is loaded, or when its metrics are known. `saved`: the plan
+    of a resumed run; `target`: that of this start, as typed."""
     fields, samples, metrics = facts.fields, facts.train_samples, facts.metrics
     batch, monitor = fields.batch_size, metric_name(fields.monitor)
     if batch > samples:
@@ -110,8 +110,8 @@ def check_same(first: WorkerFacts, other: WorkerFacts) -> None:
 def features_of(
     facts: WorkerFacts, *, seats: Collection[Seat] = (), spans_hosts: bool = False
 ) -> dict[Feature, str]:
-    """Return what the job and its members combine with the strategy. `seats`: those of all workers, once
-    they are known."""
+    """Return the features that the job and its members combine with the strategy. `seats`: those of all
+    workers, once they are known."""
     given = {FP32: "float32"}
     if (number := facts.all_fields.get("accumulate", 1)) != 1:
         given[ACCUMULATION] = f"accumulate={number}"

@@ -1,8 +1,8 @@
 """Leases: which samples of an epoch are free, leased, or used. Pure.
 
-An epoch is a permutation of its samples; positions in it are handed out as ranges [start, stop). A
-range that was leased is either committed (its samples are in the weights) or given back (its
-holder died, or a step was undone), so every sample of an epoch is used exactly once, whatever dies.
+An epoch is a permutation of its samples; positions in it are handed out as ranges [start, stop). A range that
+was leased is either committed (its samples are in the weights) or given back (its holder died, or a step was
+undone), so every sample of an epoch is used exactly once, even if members die.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     metric    = "min " NAME | "max " NAME | NAME
 
-A bare NAME needs a direction that everybody agrees on. Its last word decides, after words that say nothing
+A bare NAME needs a well-known direction. Its last word decides, ignoring words without a direction
 (`val_loss`, `top1_accuracy`, `f1_score`, `recall@5`, `bits_per_byte`): one of LOWER or HIGHER. A name is
-refused, with both spellings, if it says nothing, contradicts itself (`accuracy_loss`) or negates
+refused, with both spellings, if it shows no direction, contradicts itself (`accuracy_loss`) or negates
 (`neg_mean_squared_error`): a wrong guess would keep the worst model as the best.
 """
 
@@ -38,11 +38,11 @@ NEUTRAL = _words("""
     val valid validation eval test dev train mean avg average total overall macro micro weighted score rate
     at per k byte bytes char character token word dim pixel sample percent pct
 """)
-"""Words that say nothing about the direction."""
+"""Words without a direction."""
 NEGATING = _words("neg negative minus inverse inverted inv non not one")
 
 _TOP = re.compile(r"top\d*")
-"""`top5` is an accuracy, unless another word says what it is."""
+"""`top5` is an accuracy, unless another word names the metric."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class RunOptions:
     schedule: str = ""
     """Way in which a resumed run continues the learning-rate schedule: keep, stretch or restart."""
     rehearse: bool = False
-    """If true, do everything but train."""
+    """If true, do everything except training."""
     debug: bool = False
     """If true, the only worker has the terminal."""
     resumed: bool = False

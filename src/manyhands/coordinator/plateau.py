@@ -92,8 +92,8 @@ def parse_plateau(text: str) -> Plateau:
 def resolve(
     plateau: Plateau, *, monitor: str, metrics: list[str] | None, saved: Monitor | None = None
 ) -> Plateau:
-    """Return the rule for a job whose evaluation gives these metrics: what is watched has a name and a
-    direction, that of the job's `monitor` if it is the same metric. `saved`: what a resumed run has
+    """Return the rule for a job whose evaluation gives these metrics. The watched metric gets a direction,
+    that of the job's `monitor` if it is the same metric. `saved`: the metric that a resumed run has
     watched."""
     evaluates = metrics is None or bool(metrics)
     text = plateau.watch or (monitor if evaluates else TRAIN_LOSS)
@@ -116,7 +116,7 @@ def resolve(
 
 
 def saved_watch(plan: Mapping[str, Any] | None) -> Monitor | None:
-    """Return what the plateau rule of a saved plan has watched."""
+    """Return the metric that the plateau rule of a saved plan has watched."""
     state = (plan or {}).get("rates", {}).get("plateau", {})
     if not state.get("watch"):
         return None
@@ -154,7 +154,7 @@ def _wrong(option: str, complaint: str) -> JobError:
 
 
 class PlateauWatch:
-    """The values seen so far, and what the rule makes of them."""
+    """The values seen so far, and the decisions of the rule."""
 
     def __init__(self, rule: Plateau | None, state: Mapping[str, Any] | None = None) -> None:
         state = state or {}

@@ -3,8 +3,8 @@
     last progress  --detection-->  death noticed  --view-->  all joined  --redo-->  first new progress
 
 Progress is a committed step, or an evaluation. A step counts as new if it was not committed before: after a
-restart from a checkpoint, steps are first done again. Further deaths before that belong to the same recovery:
-what they cost is in `view_s`.
+restart from a checkpoint, steps are first done again. Further deaths before that belong to the same recovery,
+and their time is in `view_s`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class RunCredentials:
         self._key_authority = key_authority
 
     def for_coordinator(self) -> Credentials:
-        """Return credentials that members trust, as do agents if there is a key, and that trust both."""
+        """Return credentials that members trust, and agents too if there is a key; they trust both."""
         assert self._authority is not None
         if self._key_authority is None:
             return self._authority.issue("coordinator")

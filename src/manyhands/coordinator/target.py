@@ -30,7 +30,7 @@ class Target:
 
 
 def target_text(text: str) -> str:
-    """Return the text of a target without needless spaces. ValueError if it is none."""
+    """Normalize the text of a target. Raises ValueError if it is not one."""
     name, value = _split(text)
     if not metric_name(name) or not math.isfinite(float(value)):
         raise ValueError(text)
@@ -45,7 +45,7 @@ def _split(text: str) -> tuple[str, str]:
 def target_of(
     text: str, facts: WorkerFacts, *, monitor: Monitor, saved: Mapping[str, Any] | None = None
 ) -> Target:
-    """Return the target that `text` names, or raise what is wrong with it for this job. `monitor`: the job's,
+    """Return the target that `text` names. Raises an error if it does not fit this job. `monitor`: the job's,
     whose direction holds for its metric; `saved`: the plan of a resumed run."""
     option, (metric, number) = f"--target {text}", _split(text)
     name = metric_name(metric)

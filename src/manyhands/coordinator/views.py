@@ -93,8 +93,8 @@ class Views:
         return len(arrived)
 
     def applied(self) -> dict[PartKey, Sums | None]:
-        """Return the parts that are in the weights according to those who have joined, with the weight and
-        loss of each where they are known."""
+        """Return the parts that are in the weights, as reported by the members that have joined, with the
+        weight and loss of each where they are known."""
         found: dict[PartKey, Sums | None] = {}
         for report in self._joined.values():
             for each in report.applied.parts if report.applied else ():

@@ -1,6 +1,6 @@
 """Resources that a process can use on this machine: cores, memory, devices, shared memory, files, disk.
 
-All read from the system, nothing is tried but one file without a name in the run folder's place.
+Everything is read from the system, except that a file without a name is created where run folders go.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _load_job(folder: RunFolder, given: str | os.PathLike[str] | None) -> Job:
 
 
 def begin_with(folder: str, model: nn.Module, tables: LocalTables, *, model_of: str) -> None:
-    """Start a training with the weights of a checkpoint; nothing else of it is used."""
+    """Start training with the weights of a checkpoint; nothing else of it is used."""
     try:
         put_weights(
             open_state(Path(folder)), model, tables, source=folder, model_of=model_of, anew=True

@@ -72,7 +72,7 @@ class LocalTables:
     # Lookups ------------------------------------------------------------------------------------
 
     def pull(self, name: str, ids: Tensor, source: Tensor) -> Tensor:
-        """Return the rows of distinct ids, of which some may be new. `source`: the ids as the model gave
+        """Return the rows of distinct ids; some of them may be new. `source`: the ids as the model gave
         them."""
         return self._read(name, ids, create=self.makes_on_pull)
 

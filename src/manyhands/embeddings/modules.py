@@ -4,8 +4,8 @@ SparseEmbedding and SparseEmbeddingBag replace torch's. They have no parameters:
 rows of the distinct ids of the batch from wherever the strategy keeps them, as one leaf of the autograd
 graph. Only the gradient of that leaf is pushed.
 
-A RowModel computes without autograd: it reads and changes rows in place, in one pass, as word2vec does.
-A module that is not bound to a training has its own rows, which are updated in the backward pass.
+A RowModel computes without autograd: it reads and changes rows in place, in one pass, as word2vec does. A
+module that is not bound to a run has its own rows, which are updated in the backward pass.
 
 A state dict has for each table
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from manyhands.embeddings.local_tables import LocalTables
 
 ALONE = "table"
-"""Name of a table whose module is not bound to a training."""
+"""Name of a table whose module is not bound to a run."""
 ANCHOR = "manyhands_anchor"
 """Name of the only parameter of a model that consists of tables."""
 
@@ -381,7 +381,7 @@ class RowModel(TableHolder):
 
     @abstractmethod
     def ids(self, batch: Any, *, seed: int) -> Mapping[str, NDArray[np.int64]]:
-        """Return by table the ids whose rows `touch` will need. Ids may repeat."""
+        """Return the ids of each table that `touch` will need. Ids may repeat."""
 
     @abstractmethod
     def touch(

@@ -1,8 +1,8 @@
 """Sparse gradients of a worker: for each table, distinct ids and the gradients of their rows.
 
 They are sent as plain bytes: for each table, in the order of names, the number of ids, the ids, the
-gradients. Inside a host they are in shared memory that all servers read: a range of address space larger
-than any batch needs, of which only written pages take memory.
+gradients. Inside a host they are in shared memory that all servers read: a range of address space larger than
+any batch needs, in which only written pages take memory.
 """
 
 from __future__ import annotations

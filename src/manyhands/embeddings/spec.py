@@ -218,7 +218,8 @@ class Table:
     def describe(self) -> str:
         """Describe the table in one line."""
         ids = "any id" if self.rows is None else f"ids 0..{self.rows - 1:,}"
-        parts = [f"{self.dim} numbers a row, {ids}", str(self.row_optimizer.name)]
+        numbers = "1 number" if self.dim == 1 else f"{self.dim} numbers"
+        parts = [f"{numbers} a row, {ids}", str(self.row_optimizer.name)]
         if self.lr is not None:
             parts.append(f"lr {self.lr:g}")
         parts.append(f"{self.bytes_per_row()} bytes a row")

@@ -39,7 +39,7 @@ class Pending:
     spec: Table | None = None
     """Set if the table may have another optimizer than the source."""
     anew: bool = False
-    """If true, a training starts with these rows; counts and steps of the source are dropped."""
+    """If true, training starts with these rows; counts and steps of the source are dropped."""
 
     def chunk(self) -> RowChunk:
         chunk = self.source
@@ -64,7 +64,7 @@ class TableStores:
         self.changed = False
         """If true, rows were loaded or trained."""
         self._salts: dict[str, int] = {}
-        """Of loaded tables, whose initial rows do not follow from the seed and the name."""
+        """Salts of loaded tables: their initial rows do not follow from the seed and the name."""
         self._stores: dict[str, TableStore] = {}
         self._saved: dict[str, Pending] = {}
 
@@ -208,8 +208,8 @@ class TableStores:
         self.changed = True
 
     def load_rows(self, state: Mapping[str, Any], *, anew: bool) -> None:
-        """Like load_state_dict, for tables whose optimizers may differ. `anew`: a training starts with
-        these rows; nothing else of the state counts."""
+        """Like load_state_dict, for tables whose optimizers may differ. `anew`: training starts with these
+        rows; nothing else of the state counts."""
         for name, rows in state.items():
             self._put(name, Pending(rows, self.specs[name], anew=anew), self.salt(name))
 

@@ -298,8 +298,8 @@ class MemberLost(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered(Event):
-    """After a death, the first new step is committed, or evaluated: its event follows. Or nothing was left to
-    do."""
+    """The run has recovered from a death: the first new step is committed or evaluated, and its event
+    follows; or nothing was left to do."""
 
     view: int
     seconds: float

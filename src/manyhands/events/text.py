@@ -143,7 +143,8 @@ def ready_rows(status: RunStatus) -> Rows:
         data = f"{plural(plan.train_samples, 'sample')} for training"
         if plan.eval_samples:
             data += f", {count(plan.eval_samples)} for evaluation"
-        rows.append(("model", f"{short(plan.parameters)} parameters"))
+        noun = "parameter" if plan.parameters == 1 else "parameters"
+        rows.append(("model", f"{short(plan.parameters)} {noun}"))
         for name, summary in plan.tables.items():
             rows.append(("table", clean(f"{name}: {summary}")))
         rows.append(("data", data))

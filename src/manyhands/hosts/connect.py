@@ -1,4 +1,4 @@
-"""Connects a process to the coordinator, whichever of the two was started first."""
+"""Connects a process to the coordinator. The two may start in any order."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRINT_EVERY_S = 10.0
 RIVAL_S = 3.0
 """Time to look for another process that is rank 0."""
 GONE_S = 4.0
-"""A coordinator whose port was open and has been closed for so long has ended."""
+"""Time after which a port that was open and is closed means that the coordinator has ended."""
 
 
 class Connector:

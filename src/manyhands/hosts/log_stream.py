@@ -1,8 +1,8 @@
 """Carries the output of members to the coordinator, with bounded buffers, so that no member ever waits.
 
-A slow network must not block a member that prints. So its output is read as fast as it is printed, and
-what does not fit into the buffer is dropped and counted (LogStream, in an agent). At the other end a full
-disk must not end the run: output that can't be written is dropped and counted, too (LogFiles).
+A slow network must not block a member that prints. So its output is read as fast as it is printed, and the
+excess over the buffer is dropped and counted (LogStream, in an agent). At the other end a full disk must not
+end the run: output that can't be written is dropped and counted, too (LogFiles).
 """
 
 from __future__ import annotations

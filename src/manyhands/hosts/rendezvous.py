@@ -1,4 +1,4 @@
-"""Choose the coordinator's address, so that processes of a scheduler find it in whatever order they start.
+"""Choose the coordinator's address, so that processes of a scheduler find it, in any order of their starts.
 
     --control tcp://HOST:PORT   this address
     no key, all on one host     a unix socket in a folder of this user, named after the port
@@ -6,8 +6,8 @@
     otherwise                   the host and port in the cluster description
 
 The store speaks torch's own protocol, so a separate process that loads torch accesses it (store_note.py). Its
-contents need not be secret: whoever changes the address there sends agents to a process without the key,
-which they refuse.
+contents need not be secret: a changed address only sends agents to a process without the key, which they
+refuse.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def build(record: Record) -> None:
 
 
 def remove(record: Record) -> None:
-    """Remove whatever exists of it. Its processes must be gone."""
+    """Remove all parts of it that exist. Its processes must be gone."""
     layout = record.layout
     for index in range(layout.num_hosts):
         if os.path.ismount(record.name_file(index)):  # pathlib's is_mount() is for folders only

@@ -3,9 +3,9 @@
     /run/manyhands/lab-3.json     the lab's size and owner
     /run/manyhands/lab-3/host-0   keeps the host's name alive (its UTS namespace)
 
-A record is written before the first part of its lab is made and removed after the last part is gone,
-so whatever a killed owner leaves behind is on record. An owner is identified by its process id, its
-start time and the boot id of the machine: process ids are reused, the combination is not.
+A record is written before the first part of its lab is made and removed after the last part is gone, so
+everything that a killed owner leaves behind is on record. An owner is identified by its process id, its start
+time and the boot id of the machine: process ids are reused, the combination is not.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from manyhands.launch.template import fill, shell_lines
 
 KINDS = {"job": "an Indexed Job", "jobset": "a JobSet", "rayjob": "a RayJob of KubeRay"}
 LABEL = r"[a-z]([-a-z0-9]*[a-z0-9])?"
-LETTERS = "small letters, digits and -"
+LETTERS = "lowercase letters, digits and -"
 SUBDOMAIN = r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?"
 CPUS = r"[0-9]+(\.[0-9]+)?|[0-9]+m"
 RESOURCE = r"[a-z0-9.-]+/[\w.-]+"

@@ -1,4 +1,4 @@
-"""Delay compensation: corrects a stale gradient by what the weights have moved since.
+"""Delay compensation: corrects a stale gradient by how far the weights have moved since.
 
 A gradient g taken at old weights w0 and applied at w misses (w - w0) times the Hessian, which is
 approximated by the diagonal of g g^T: g + strength * g * g * (w - w0) (Zheng et al. 2017, "Asynchronous

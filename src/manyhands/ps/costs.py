@@ -1,4 +1,4 @@
-"""What the parameter-server strategies send in a step, and the memory that they need. Pure.
+"""The bytes that the parameter-server strategies send in a step, and the memory that they need. Pure.
 
 Everything follows from the placement of blocks, which is computed here as the servers compute it. Inside a
 host no number goes through a socket: a transfer is what a member reads of memory that another has written.

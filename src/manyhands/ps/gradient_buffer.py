@@ -40,7 +40,7 @@ class GradientBuffer:
         self._pieces: dict[int, dict[int, Tensor]] = {}
         self._target: dict[int, Tensor] = {}
         self._lent: set[int] = set()
-        """Parameters whose piece a layer computes its gradient in."""
+        """Parameters whose gradient a layer computes directly in the buffer."""
         self._written: set[int] = set()
         for parameter in self._parameters.values():
             parameter.register_post_accumulate_grad_hook(self._land)

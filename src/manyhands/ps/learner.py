@@ -84,7 +84,7 @@ class MessagePushes:
         self._rounds = rounds
         self._waits_for_params = waits_for_params
         self._reports: dict[int, StepReport] = {}
-        """Of pushes whose outcome is unknown; in lockstep none, since reports are complete."""
+        """Reports of pushes with an unknown outcome; none in lockstep, where reports are complete."""
         self._last = self._began = self._sent = 0
         client.pushes.resolved = self._resolve
 
@@ -155,10 +155,10 @@ class PsLearner(Learner):
         self._pushes: Pushes | None = None
         self._overlap: Overlap | None = None
         self._rows: RowPushes | None = None
-        """For gradients of table rows, if the model has tables."""
+        """The way of gradients of table rows, if the model has tables."""
         self._in_step: tuple[int, int] | None = None
         self._in_flight: StepReport | None = None
-        """Of the step whose push the servers may have; until `step` returns it."""
+        """Report of the step whose push the servers may have, until `step` returns it."""
         self._before: list[Tensor] = []
         """The model's buffers before the step."""
         self._exchanges = 0

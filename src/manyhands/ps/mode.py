@@ -1,4 +1,4 @@
-"""The mode of a parameter-server strategy: what servers and workers need to know of it."""
+"""The mode of a parameter-server strategy: the facts about it that servers and workers need."""
 
 from __future__ import annotations
 

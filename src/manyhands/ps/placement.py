@@ -10,7 +10,7 @@ most even result wins.
 When servers join or leave, every shard stays where it is. A shard whose server has left goes to its replica
 (no bytes move) or to the least loaded server. Then shards move from overloaded to underloaded servers, only
 until every load is within SLACK of its share. If the result is still more than TOLERANCE off and a placement
-from scratch would not be, the latter is used. A server that rejoins without its blocks must use a new name.
+from scratch would not be, the new one is used. A server that rejoins without its blocks must use a new name.
 
 Guarantee: each server is within SLACK of its share of the bytes, or else within one shard plus GAIN of it. So
 if the largest shard is under 9 % of every share, all servers are within TOLERANCE. Only bytes that have to

@@ -50,7 +50,7 @@ from manyhands.transport.fields import Finite, Weight, at_least, at_most
 
 MAX_NUMBER = (1 << 53) - 1
 MAX_TICKS = 1 << 16
-"""Limit above the schedule steps of any batch."""
+"""Upper bound on the schedule steps of a batch."""
 MAX_UNDER_WAY = 64
 """Limit of pushes of one worker that do not count yet; a correct worker has at most two."""
 KEEP_PUSHES = 64

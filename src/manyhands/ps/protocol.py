@@ -54,7 +54,7 @@ from manyhands.transport.fields import MessageSet, Weight, at_least, at_most, ma
 SPARSE_BYTES = 256 << 20
 """Limit for the ids or gradients of rows in one message."""
 MAX_SLOTS = 16
-"""Limit above the slots of any policy."""
+"""Upper bound on the slots of a policy."""
 
 Addresses = Annotated[list[Annotated[str, max_length(100)]], max_length(MAX_SLOTS)]
 """Of segments of shared memory."""

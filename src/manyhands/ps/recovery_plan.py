@@ -1,4 +1,4 @@
-"""Plan a change of membership for the servers: which server holds what, and which blocks move. Pure.
+"""Plan a change of membership for the servers: the place of each block, and which blocks move. Pure.
 
 When a view begins, every server reports what it holds (a ServerStatus) to the leader, which is the first
 server of the view. The leader makes a RecoveryPlan: the version up to which all servers complete updates, the

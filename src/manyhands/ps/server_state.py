@@ -127,7 +127,7 @@ class ServerState:
         fresh: bool,
         row_placement: RowPlacement | None = None,
     ) -> None:
-        """Build the blocks of `placement` from `received`, those received, by (role, block), and those held
+        """Build the blocks of `placement` from the blocks in `received`, by (role, block), and those held
         here. If `fresh` is true, missing blocks get their initial state."""
 
         def find(role: str, numbers: Iterable[int]) -> dict[int, BlockState]:

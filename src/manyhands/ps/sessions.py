@@ -1,4 +1,4 @@
-"""A server's links to the members of its view: what they send, and what workers are sent.
+"""A server's links to the members of its view: the messages that it receives and sends.
 
     Peer                        another server
     PeerReader, WorkerReader    put the messages of one link into the server's inbox
@@ -364,7 +364,7 @@ class RemoteSession(WorkerSession):
 
 
 class WorkerSessions:
-    """The workers that have entered: what they need to begin, and what they are told of updates."""
+    """The workers that have entered: begins the view for them, and tells them of updates."""
 
     def __init__(
         self,

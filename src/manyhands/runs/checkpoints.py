@@ -76,10 +76,10 @@ def commit(
     writers: Sequence[str] = ("",),
     holds_state: bool = False,
 ) -> Path:
-    """Commit a written checkpoint: put together what its writers have written, write the manifest, and rename
-    the folder.
+    """Commit a written checkpoint: combine the folders of its writers, write the manifest, and rename the
+    folder.
 
-    `files`: of each writer. If `holds_state` is true, each has written a state that it held alone.
+    `files`: those of each writer. If `holds_state` is true, each has written a state that it held alone.
     """
     source, target = partial(run, step, writers[0]), final(run, step)
     all_files = dict(files[0])
@@ -254,7 +254,7 @@ def prune(run: Path, *, keep: int, also: int | None) -> None:
 
 
 def clear_partials(run: Path) -> None:
-    """Delete what a killed run was writing or deleting."""
+    """Delete the folders that a killed run was writing or deleting."""
     for pattern in (".step-*.partial", ".step-*.tables", ".step-*.old"):
         for path in (run / "checkpoints").glob(pattern):
             shutil.rmtree(path, ignore_errors=True)

@@ -206,8 +206,8 @@ def gather_state(
 def write_state(
     folder: Path, state: dict[str, Any], *, needed: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Write the state and flush it to the disk. Returns size and CRC-32 of each file. `needed`: bytes that
-    will be written besides."""
+    """Write the state and flush it to the disk. Returns size and CRC-32 of each file. `needed`: further bytes
+    that will be written."""
     import torch.distributed.checkpoint as dcp
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -282,8 +282,8 @@ def load_state(folder: str | Path, trained: Trained) -> dict[str, Any]:
 
 
 def learner_states(folder: Path, state: Mapping[str, Any], ranks: Iterable[int]) -> list[State]:
-    """Return what the learners of these ranks have saved in a checkpoint. `state`: what `load_state`
-    returned; that of the first worker is in it."""
+    """Return the states that the learners of these ranks have saved in a checkpoint. `state`: the result of
+    `load_state`, which has that of the first worker."""
     found = (
         (open_state(member_folder(folder, rank)) if rank else state).get("learner")
         for rank in ranks

@@ -100,7 +100,7 @@ def _distance(config: Strategy, other: Strategy) -> int:
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """A strategy, with its defaults or in a variant, and what of all features it refuses."""
+    """A strategy, with its defaults or in a variant, and the features that it refuses."""
 
     spec: str
     config: Strategy
@@ -168,7 +168,7 @@ def _sentence(refusal: Unsupported) -> str:
 
 
 def _differences(base: StrategyRow, row: StrategyRow) -> Iterator[str]:
-    """Yield what a variant works with and its strategy does not, and the other way round."""
+    """Yield the differences of a variant to its strategy, in both directions."""
     for feature in features():
         before, after = base.refused.get(feature), row.refused.get(feature)
         if before == after:

@@ -3,9 +3,9 @@
     sums = run_workers(3, lambda group: train(group))     one thread per worker, the results in rank order
 
 Sums are computed in rank order, so they are the same in every run. An operation is carried out by the worker
-that comes last, so its tensors must not be touched before it is waited for, as over a network. What would end
-a process or block forever over gloo is an error here that says what each worker did: another operation,
-another size or dtype, a message that nobody receives.
+that comes last, so its tensors must not be touched before it is waited for, as over a network. Mistakes that
+would end a process or block forever over gloo are errors here, which say what each worker did: another
+operation, another size or dtype, a message that nobody receives.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class LinkReader:
     """Delivers the messages of a link, until it is closed.
 
     All callbacks are called in the loop's thread: `on_message`, then `on_end` once, with the LinkError, the
-    ProtocolError, or whatever `on_message` or `place` raised, which closes the link.
+    ProtocolError, or the exception of `on_message` or `place`, which closes the link.
     """
 
     def __init__(

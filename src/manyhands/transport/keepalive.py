@@ -2,8 +2,8 @@
 
 A pulled cable notifies nobody. A side that only receives waits forever, unless its kernel sends keep-alive
 probes. A side that sends retransmits for a quarter of an hour before Linux gives up, so a thread watches the
-retransmissions. In both cases the other host's kernel answers, whatever its processes do: one that is busy,
-stopped or does not read breaks nothing. (With TCP_USER_TIMEOUT it would.)
+retransmissions. In both cases the other host's kernel answers, so a process that is busy, stopped or does not
+read breaks nothing. (With TCP_USER_TIMEOUT it would.)
 """
 
 from __future__ import annotations

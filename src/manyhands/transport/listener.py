@@ -187,8 +187,8 @@ class Listener:
         return link
 
     def hand_over(self, take: Callable[[Link], None], *, name: str, on_error: OnError) -> None:
-        """Call `take` with each new link from now on, in a thread of its own. `on_error` is called with
-        whatever `take` raises, after its link was closed, and when no more connections are accepted."""
+        """Call `take` with each new link from now on, in a thread of its own. `on_error` is called with an
+        exception that `take` raises, after its link was closed, and when no more connections are accepted."""
 
         def guarded(link: Link) -> None:
             try:

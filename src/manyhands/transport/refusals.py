@@ -2,8 +2,8 @@
 
 For each reason the first is logged, then the tenth, the hundredth and so on, with the count so far; when the
 listener closes, the total, if some were not logged. Reasons that differ only in numbers or quoted text are
-the same, and so are those that begin with the same two clauses: what a decoder says of noise differs each
-time. Beyond MAX_REASONS all others count as one reason, so there are some dozens of lines at most.
+the same, and so are those that begin with the same two clauses, because a decoder's errors about noise differ
+each time. Beyond MAX_REASONS all others count as one reason, so there are some dozens of lines at most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a member makes of the job that it is started for: data, model, and what trains the model.
+"""A member's job as it builds it: data, model, optimizer and schedule.
 
     load       the job, its data and its model, when the member starts
     build      the layout of the model, then the optimizer and schedule for it, the weights to start with, and
@@ -52,7 +52,7 @@ class BuiltJob:
         self._restored = False
 
     def build(self, learner: Learner | None = None, *, loads: bool = True) -> None:
-        """Build what trains the model, for its layout in this view.
+        """Build the optimizer and the schedule for the model's layout in this view.
 
         If `loads` is true, start with the weights that the assignment names; otherwise the learner brings
         those of its last view.
@@ -87,7 +87,7 @@ class BuiltJob:
             begin_with(assignment.init_from, state, self.job)
 
     def _restore(self, learner: Learner, folder: Path, saved: Mapping[str, Any]) -> None:
-        """Give the learner what those of the saved run kept, if they were of the same strategy."""
+        """Restore the state of the saved run's learners, if they were of the same strategy."""
         spec, manifest = self._assignment.strategy, read_manifest(folder)
         config, before = make_strategy(spec), parse_spec(manifest.strategy)
         ranks: Sequence[int] = (0,)

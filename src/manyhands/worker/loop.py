@@ -115,7 +115,7 @@ class Worker:
         self.member.send(messages.Ready(self.me.view.seats[0], facts))
 
     def _build(self) -> None:
-        """Build what trains the model, for its layout in this view."""
+        """Build the optimizer and the schedule for the model's layout in this view."""
         with self.member.phase("loading the weights"):
             self.built.build(self.learner, loads=not self.reporter.view)
         self.saver.infinite = set(not_finite(dict(self.train_state.model.named_parameters())))

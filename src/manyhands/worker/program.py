@@ -30,7 +30,8 @@ def run(live: Callable[[Member], None]) -> NoReturn:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Load what stays until the end, such as modules, without collecting garbage. Later collections skip it.
+    """Load objects that stay until the end, such as modules, without collecting garbage. Later collections
+    skip it.
 
     Importing torch makes a million objects: one collection that walks over all of them takes 0.1 s, during
     the imports or in some step.

@@ -159,3 +159,8 @@ def test_show_bytes() -> None:
         *("12 B", "1.5 KiB"),
         *("1.0 MiB", "5.0 TiB"),
     ]
+
+
+def test_one_number_is_described_as_one() -> None:
+    assert Table(1).describe().startswith("1 number a row")
+    assert Table(2).describe().startswith("2 numbers a row")

@@ -250,7 +250,7 @@ def test_a_ray_job_starts_its_script_on_the_head(tmp_path: Path) -> None:
             {"kind": "jobsett"},
             "--kind jobsett: it must be one of job, jobset, rayjob; did you mean 'jobset'?",
         ),
-        ({"name": "Digits"}, "--name 'Digits': it must look like digits-large: small letters"),
+        ({"name": "Digits"}, "--name 'Digits': it must look like digits-large: lowercase letters"),
         ({"name": "my_job"}, "--name 'my_job'"),
         ({"name": "1st"}, "--name '1st'"),
         ({"name": "job-"}, "--name 'job-'"),

@@ -1,4 +1,4 @@
-"""Problems between hosts, with the host's name and what to do. Pure."""
+"""Problems between hosts, with the host's name and a remedy. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Picks the description of the cluster that applies to this process: the first of
 
 1. a cluster file, by `--cluster FILE` or MANYHANDS_CLUSTER: it was given for exactly this run;
-2. torchrun: it started this very process, whatever started torchrun itself;
+2. torchrun: it started this very process, even if a scheduler started torchrun;
 3. TF_CONFIG;
 4. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by anything else;
 5. srun;

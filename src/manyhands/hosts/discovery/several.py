@@ -1,9 +1,8 @@
-"""Finds out whether this process is one of several that were started together. Pure.
+"""Detects whether this process is one of several that were started together. Pure.
 
-For a command without `--on`, where each process would train by itself, in its own run folder. Only certain
-signs count. A Slurm allocation is none unless srun started this process; neither is a WORLD_SIZE that a
-script exports for later, an index of a Kubernetes job (sweeps have one), or a description that can't be
-read.
+For a command without `--on`, where each process would train by itself, in its own run folder. Only reliable
+signs count. A Slurm allocation does not, unless srun started this process; nor does a WORLD_SIZE that a
+script exports for later, an index of a Kubernetes job (sweeps have one), or a description that can't be read.
 """
 
 from __future__ import annotations

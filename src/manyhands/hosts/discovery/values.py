@@ -13,7 +13,7 @@ from manyhands.hosts.spec import COORDINATOR, WORKER, Entry
 
 MAX_PORT = 65535
 MAX_ENTRIES = 100_000
-"""Limit above the size of any cluster: a wrong number is an error, not a list that fills memory."""
+"""Upper bound on the size of a cluster: a wrong number is an error, not a list that fills memory."""
 _HOST = re.compile(r"[^\s\[\]/,:]+")
 
 
@@ -70,7 +70,7 @@ def is_host(text: str) -> bool:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse equal keys, of which json.loads would silently take the last."""
+    """Refuse equal keys: json.loads would silently take the last one."""
     for key, times in Counter(key for key, _ in pairs).items():
         if times > 1:
             raise ValueError(f"{key!r} is there {times} times in one object")

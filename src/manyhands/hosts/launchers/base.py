@@ -1,9 +1,9 @@
 """The interface of launchers: they start and end members, and know nothing of training.
 
 Lifecycle: `attach(context)` once there is a coordinator; `complete()` until it is true; `start(request)` for
-each member, in any order, returns a Handle; `Handle.wait()` returns the exit code when the process is
-gone; `close()` ends whatever is left. A launcher must ensure that its members can't outlive the coordinator,
-even if the coordinator is killed with SIGKILL.
+each member, in any order, returns a Handle; `Handle.wait()` returns the exit code when the process is gone;
+`close()` ends the rest. A launcher must ensure that its members can't outlive the coordinator, even if the
+coordinator is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -126,4 +126,4 @@ class Launcher(ABC):
         """End every member that is left. Idempotent."""
 
     def end(self, code: int) -> None:  # noqa: B027 - most have nothing but members
-        """End what outlives the coordinator, with the run's exit code."""
+        """End the processes that outlive the coordinator, with the run's exit code."""

@@ -64,7 +64,7 @@ MAX_RETRY_S = 8.0
 END_S = 3.0
 """Time for agents to return after the end, before their actors are killed."""
 STUCK_S = 10.0
-"""Time from the end of standard input to the end of this process, whatever Ray does."""
+"""Time from the end of standard input to the end of this process, even if Ray hangs."""
 STORE_BYTES = 100 << 20
 """Object store of a cluster that is started here; this package puts nothing into it."""
 
@@ -314,7 +314,7 @@ def check_port(address: str) -> None:
 
 
 def trouble(address: str, error: BaseException) -> str:
-    """Explain why a cluster can't be connected to, and what to type."""
+    """Explain why a cluster can't be connected to, with the remedy."""
     errors = [error]
     while (cause := errors[-1].__cause__ or errors[-1].__context__) is not None:
         errors.append(cause)
