@@ -48,6 +48,21 @@ def test_an_old_run_resumes(strategy: str, tmp_path: Path) -> None:
         assert done.losses == pytest.approx(EXACT[strategy], rel=1e-5)
 
 
+def test_the_time_to_a_target_is_not_known_for_an_old_run(tmp_path: Path) -> None:
+    run = old_run("allreduce", tmp_path)
+    refused = harness.resume(run, "--target", "loss=0.5")
+    assert refused.code == 2
+    assert "up to step 13 has reached 0.463993 already" in refused.err
+    done = harness.resume(run, "--target", "loss=0.463")
+    assert done.code == 0, f"{done.out}\n{done.err}"
+    summary = done.of("RunFinished")[-1]["summary"]
+    assert (summary["outcome"], summary["time_to_target_s"]) == ("target", None)
+    (reached,) = done.of("TargetReached")
+    assert summary["steps_to_target"] == reached["step"] > 13
+    assert reached["samples"] == sum(step["samples"] for step in done.steps)
+    assert f"loss=0.463 took {reached['step']} steps, {reached['samples']} samples" in done.out
+
+
 def test_an_old_run_is_shown_and_loaded(tmp_path: Path) -> None:
     run = old_run("allreduce", tmp_path)
     with harness.command("show", str(run), run=run) as running:

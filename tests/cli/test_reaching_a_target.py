@@ -42,7 +42,9 @@ def test_a_target_is_reached_at_the_same_step(
     strategy: str, losses: list[float], tmp_path: Path
 ) -> None:
     target = between(losses, 2)
-    how = {"strategy": strategy, "workers": 1 if strategy == "single" else 2, **FIELDS}
+    workers = 1 if strategy == "single" else 2
+    # Longer than the reference: with stale gradients it may take more steps.
+    how = {"strategy": strategy, "workers": workers, "epochs": 12, **FIELDS}
     done = harness.train("Regression", tmp_path / "run", "--target", f"loss={target}", **how)
     assert done.code == 0, done.err
     (reached,) = done.of("TargetReached")
@@ -124,6 +126,31 @@ def test_a_target_survives_a_restart_of_all_members(losses: list[float], tmp_pat
     assert reached["time_to_target_s"] == pytest.approx(
         reached["time"] - began["time"] - reached["evaluation_s"], abs=0.5
     ), "the restart counts"
+
+
+@pytest.mark.parametrize(
+    "strategy", ["allreduce", "ps:sync", "ps:backup", "ps:ssp", "ps:async(transport=tcp)"]
+)
+def test_a_target_is_reached_after_a_death(
+    strategy: str, losses: list[float], tmp_path: Path
+) -> None:
+    run, target = tmp_path / "run", between(losses, 3)
+    # Longer than the reference: with stale gradients it may take more steps.
+    how = {"strategy": strategy, "workers": 3, "pause_s": 0.05, "epochs": 12, **FIELDS}
+    arguments = harness.train_arguments("Regression", run, "--target", f"loss={target}", **how)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(5)
+        running.kill("worker-2", signal.SIGKILL)
+        done = running.wait(code=0)
+    assert done.of("MemberLost")
+    (reached,) = done.of("TargetReached")
+    assert summary(done)["outcome"] == "target"
+    assert reached["step"] == done.of("Evaluated")[-1]["step"] == done.steps[-1]["step"]
+    if strategy in ("allreduce", "ps:sync"):
+        assert reached["step"] == 16
+    assert reached["samples"] == sum(event["samples"] for event in done.steps)
+    recovered_s = sum(event["seconds"] for event in done.of("Recovered"))
+    assert reached["time_to_target_s"] > recovered_s, "recoveries count"
 
 
 def test_a_target_of_the_last_evaluation_is_the_end(losses: list[float], tmp_path: Path) -> None:
