@@ -72,6 +72,10 @@ class Traits:
     lockstep: bool = True
     """If true, every worker does every step. Otherwise steps are cut into parts, and free workers take
     them."""
+    round_steps: int | None = None
+    """Steps of a round, in lockstep: each worker trains weights of its own, and a round makes them one. It
+    ends after each step whose number is a multiple of this, and in `drain`. Only then are its steps in the
+    weights; those of a dead worker are not. None: each step is in the weights of all workers at its end."""
     elastic: bool = False
     """If true, the survivors of a death keep their processes and weights, and training continues."""
     can_shrink: bool = True
@@ -126,6 +130,10 @@ class Strategy(ABC):
         """Raise SpecError, with a remedy, if the strategy can't work with this number of workers."""
         if workers < 1:
             raise SpecError(f"--workers {workers}: at least 1 worker is needed.")
+
+    def check_length(self, steps: int) -> None:
+        """Raise SpecError, with a remedy, if the strategy can't work with so few steps of training."""
+        return
 
     def parts(self, workers: int) -> int:
         """Return how many parts a step is cut into, without lockstep."""
@@ -198,7 +206,8 @@ class AppliedSteps:
     version: int
     """The newest version of the weights."""
     parts: list[AppliedPart] = field(default_factory=list)
-    """Recent parts, newest last."""
+    """Recent parts, newest last. In a training in rounds, only these are in the weights, of all steps that
+    are not committed."""
     pushes: Mapping[str, int] = field(default_factory=dict)
     """Number of updates that each worker has sent since the start, where workers send their own."""
 
@@ -306,8 +315,9 @@ class Learner(ABC):
     def step(self, share: Share) -> StepReport:
         """Compute the gradients of the share, agree with the peers, and update the weights.
 
-        On return in lockstep, the weights that the next step reads contain this step. Without lockstep, the
-        report has `resolved=False` until it is known whether the part is in the weights.
+        On return in lockstep, the weights that the next step reads contain this step. Without lockstep, and
+        in a training in rounds, the report has `resolved=False` until it is known whether the part is in the
+        weights of all workers.
 
         Raises ViewChanging (`elastic` only) or PeerLost if a peer is gone; a LinkError counts as a lost peer,
         too. The step may then be in the weights of some workers: the next on_view finds out.
@@ -319,7 +329,7 @@ class Learner(ABC):
 
     def drain(self) -> None:
         """Wait until every step so far is known to be in the weights or not, and this worker has the weights
-        of the others."""
+        of the others. Ends a round that has begun: in lockstep, all workers call it after the same step."""
         return
 
     def rest(self) -> None:

@@ -260,6 +260,11 @@ class StepRow:
 @dataclass(frozen=True)
 class StepsReport(Report):
     rows: list[StepRow]
+    """Of steps that are known to be in the weights or not."""
+    computed: Count = 0
+    """Number of portions that the worker has computed in this view, also those whose rows follow later."""
+    computed_s: Seconds = 0.0
+    """Time that they took."""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ class CheckpointTracker:
         self._holds_state = options.config.traits.holds_state
         self._expected: dict[int, ExpectedCheckpoint] = {}
         self._lost: set[int] = set()
+        self._void_writers: set[tuple[int, str]] = set()
+        """Writers of checkpoints that are void, until they report or die."""
         self.newest = f"checkpoints/{newest.name}" if newest else None
         """Relative to the run folder."""
         self.error = ""
@@ -100,6 +102,8 @@ class CheckpointTracker:
 
     def expect(self, order: Checkpoint, *, view: int, workers: Sequence[str]) -> None:
         writers = workers if self._holds_state else workers[:1]
+        if (before := self._expected.get(order.step)) is not None:  # ordered again, in another view
+            self._remove(order.step, *(n for n in before.writers if n not in writers))
         self._expected[order.step] = ExpectedCheckpoint(order, view, writers, len(workers))
         self._lost.discard(order.step)
 
@@ -111,11 +115,22 @@ class CheckpointTracker:
 
     def written(self, member: str, report: Saved) -> None:
         expected = self._expected.get(report.step)
+        self._void_writers.discard((report.step, member))
         if expected is None or member not in expected.writers:  # void
             self._remove(report.step, member)
         elif expected.view == report.view:
             expected.reports[member] = report
         # Else it was void, and is written again, to the same folder.
+
+    def void_from(self, first: int) -> list[int]:
+        """Forget the checkpoints of this step and of later ones: they have samples that were lost. Returns
+        their steps."""
+        void = [step for step in self._expected if step >= first]
+        for step in void:
+            # One that still writes reports it, and what it has written is removed then.
+            self._remove(step, *self._expected.pop(step).writers)
+        self._lost.update(void)
+        return void
 
     def void(self, members: Collection[str]) -> list[int]:
         """Forget the checkpoints that can't be completed with only these members. Returns their steps."""
@@ -129,6 +144,10 @@ class CheckpointTracker:
             # Of the others, each still reports, or has written nothing.
             over = [n for n in expected.writers if n in expected.reports or n not in members]
             self._remove(step, *over)
+            self._void_writers |= {(step, n) for n in expected.writers if n not in over}
+        for step, name in [each for each in self._void_writers if each[1] not in members]:
+            self._void_writers.discard((step, name))
+            self._remove(step, name)
         self._lost.update(void)
         return void
 

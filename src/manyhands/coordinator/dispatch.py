@@ -6,6 +6,10 @@ in the order of the plan.
 want no parts, a step is one part. What all workers do together (an evaluation, a checkpoint, the stop) is a
 barrier: it waits until nothing is open. When only a barrier is left, each worker is ordered to rest.
 
+In a training in rounds, steps are in the weights only when the round has ended. So in lockstep, how far ahead
+orders are sent depends on what is computed (computed.py), and where the plan ends a round early, the workers
+are ordered to rest, which makes them end it.
+
 When the members change, `mark_applied` marks the open parts that are in the weights; `redispatch` then
 dispatches the rest again among the members that are left.
 """
@@ -20,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from manyhands.contract import Strategy
 from manyhands.control import messages
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
+from manyhands.coordinator.computed import ComputedPortions
 from manyhands.coordinator.plan import (
     Checkpoint,
     Evaluate,
@@ -46,6 +51,9 @@ from manyhands.ranges import Range
 
 PROBE_EVERY = 50
 """Interval, in steps, at which a worker that is too slow for a share gets one sample, to measure it again."""
+
+LONG_ROUND_S = 20.0
+"""A stop ends the round early if the rest of it would take longer."""
 
 Send = Callable[[str, messages.Order], None]
 """Sends an order to the member of that name."""
@@ -100,6 +108,10 @@ class Dispatcher(ABC):
     def add(self, member: str, row: StepRow) -> None:
         """Take in a worker's report of one part of a step."""
 
+    def note_computed(self, member: str, num: int, seconds: float) -> None:
+        """Note how many portions a worker has computed in this view, and the time that they took."""
+        return
+
     @abstractmethod
     def mark_applied(self, applied: Mapping[PartKey, Sums | None]) -> None:
         """Mark the parts that are in the weights. All other unreported parts are not."""
@@ -112,7 +124,7 @@ class Dispatcher(ABC):
     def committed(self) -> Iterator[CommittedStep]:
         """Return the steps that are complete now."""
         for step in self.progress.committed():
-            self.plan.commit(step.event.step, loss=step.event.loss)
+            self.plan.commit(step.event.step, loss=step.event.loss, lost=step.lost)
             self.meter.note(step.event.samples)
             yield step
         self.meter.busy(len(self.progress) > 0)
@@ -183,25 +195,41 @@ class LockstepDispatcher(Dispatcher):
     ) -> None:
         super().__init__(plan, tracker, send)
         self._equal = equal
-        self._step_s = 0.0
+        self._in_rounds = plan.config.round_steps is not None
+        self._computed: dict[str, ComputedPortions] = {}
+        self._num_dispatched = 0
+        """Steps dispatched in this view."""
+        self._resting = False
+        """If true, the workers were ordered to end the round."""
+        self._lost_checkpoints: list[int] = []
+        """Steps of checkpoints that have samples which were lost, in a view that is over."""
 
     def dispatch_ahead(self, *, pause: bool = False, short: bool = False) -> None:
+        if self.finishing is not None:
+            return
+        if pause:
+            self._end_round()
+            return
         ahead_s = SHORT_AHEAD_S if short else AHEAD_S
-        if self.finishing is None and not pause:
-            self._count()
-        while self.finishing is None and not pause:
-            ahead = len(self.progress)
-            if ahead >= 2 and ahead * self._step_s >= ahead_s:
+        step_s = max((each.step_s for each in self._computed.values()), default=0.0)
+        self._count()
+        if self.plan.stopping and self.plan.steps_to_save * step_s > LONG_ROUND_S:
+            self.plan.end_round()
+        while self.finishing is None:
+            ahead = self._num_ahead
+            if ahead >= 2 and ahead * step_s >= ahead_s:
                 return
-            room = int(ahead_s / self._step_s) if self._step_s else 1
+            room = int(ahead_s / step_s) if step_s else 1
             order = self.plan.next(max(1, min(room, MAX_AHEAD)))
+            if isinstance(order, Wait):
+                self._end_round()
             if order is None or isinstance(order, Wait):
                 return
             if not isinstance(order, TrainSteps):
                 self._dispatch_barrier(order)
                 continue
             self._dispatch(order)
-            if not self._step_s and ahead:
+            if not step_s and ahead:
                 return
 
     @property
@@ -217,25 +245,53 @@ class LockstepDispatcher(Dispatcher):
             raise ProtocolError(f"it dropped its share of step {row.step}, in lockstep")
         self._time(member, row)
         self.progress.add(member, row)
+        if member in self._computed:
+            self._computed[member].note_row(row.step_s)
+
+    def note_computed(self, member: str, num: int, seconds: float) -> None:
+        if num > self._num_dispatched:
+            raise ProtocolError(f"it has computed {num} steps of {self._num_dispatched}")
+        if member in self._computed:
+            self._computed[member].note(num, seconds)
 
     def committed(self) -> Iterator[CommittedStep]:
         for step in super().committed():
-            seconds = step.event.step_s
-            self._step_s = 0.9 * self._step_s + 0.1 * seconds if self._step_s else seconds
+            if step.lost:
+                self._lost_checkpoints += self._checkpoint_tracker.void_from(step.event.step)
             yield step
 
     def mark_applied(self, applied: Mapping[PartKey, Sums | None]) -> None:
-        self.progress.settle(applied, whole=True)
+        if self._in_rounds:
+            self.progress.settle_rounds(applied)
+        else:
+            self.progress.settle(applied, whole=True)
 
     def redispatch(self, view: View) -> int:
         redone = len(self.progress)
         self.progress.clear()
         self.plan.take_back()
-        lost = self._checkpoint_tracker.void(view.names)
+        lost = self._lost_checkpoints + self._checkpoint_tracker.void(view.names)
         if any(step <= self.plan.step for step in lost):  # later ones are ordered again by the plan
             self.plan.repeat_checkpoint()
         self._set_members(view)
+        self._computed = {
+            name: self._computed.get(name, ComputedPortions()) for name in self.workers
+        }
+        for each in self._computed.values():
+            each.begin_view()
+        self._num_dispatched, self._resting, self._lost_checkpoints = 0, False, []
         return redone
+
+    @property
+    def _num_ahead(self) -> int:
+        """Steps that were dispatched, and that the slowest worker has not computed."""
+        return self._num_dispatched - min(each.num for each in self._computed.values())
+
+    def _end_round(self) -> None:
+        """Have the workers end the round, if steps of it are open: nothing follows before."""
+        if self._in_rounds and len(self.progress) and not self._resting:
+            self._resting = True
+            self.send_workers(messages.RestOrder())
 
     def _dispatch(self, order: TrainSteps) -> None:
         portions: list[list[messages.Portion]] = [[] for _ in self.workers]
@@ -251,6 +307,8 @@ class LockstepDispatcher(Dispatcher):
                 portions[rank].append(_portion(plan, ranges, rank))
         for name, own_portions in zip(self.workers, portions, strict=True):
             self._send(name, messages.TrainOrder(own_portions))
+        self._num_dispatched += len(order.plans)
+        self._resting = False
         self.meter.busy(True)
 
     def _weights(self) -> list[float]:

@@ -185,6 +185,8 @@ class Driver:
             saved=self._saved_plan,
             target=self.options.target if self._before is None else "",
         )
+        length = job_checks.plan_config_of(facts, self.options, self._saved_plan)
+        self.options.config.check_length(length.num_steps)
 
     @property
     def _saved_plan(self) -> Mapping[str, Any] | None:

@@ -201,6 +201,7 @@ def plan_config_of(
         patience=fields.patience,
         scaling=options.scaling,
         plateau=plateau_of(facts, saved),
+        round_steps=options.config.traits.round_steps,
     )
 
 

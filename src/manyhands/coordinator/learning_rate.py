@@ -42,6 +42,8 @@ class LearningRate:
         self.batch_size = scaling.batch(batch_size, scaling.reference)
         """Samples of the next step."""
         self.watch = PlateauWatch(plateau, state.get("plateau"))
+        self.ticks = 0
+        """Steps of the job's schedule that were dispatched, if it follows samples. The plan counts them."""
         self._job_batch = batch_size
         self._ramp = Ramp(**state["ramp"]) if scaling.on and "ramp" in state else Ramp()
         self._started = False
@@ -83,12 +85,6 @@ class LearningRate:
         num_steps = self.watch.num_steps + num_open
         every = self.watch.rule.every
         return num_steps >= every if every else epoch_over and num_steps > 0
-
-    def room(self, *, num_open: int) -> int | None:
-        """Return how many more steps fit into the mean; None: any number."""
-        if not self.counts_losses or self.watch.rule is None or not self.watch.rule.every:
-            return None
-        return self.watch.rule.every - self.watch.num_steps - num_open
 
     def close_mean(self, *, step: int) -> None:
         self._lowered(self.watch.close(), step)

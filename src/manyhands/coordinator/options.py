@@ -120,4 +120,5 @@ class RunOptions:
         """If true, slow workers may be left out if that is faster: nothing but the speed changes."""
         traits = self.config.traits
         shrinks = traits.lockstep and traits.elastic and traits.can_shrink
-        return shrinks and not self.equal_shares and not self.scaling.on
+        in_rounds = traits.round_steps is not None  # the weights would change, too
+        return shrinks and not in_rounds and not self.equal_shares and not self.scaling.on

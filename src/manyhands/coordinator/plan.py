@@ -15,6 +15,12 @@ committed in any order. Samples are counted, not steps: the state of a plan is t
 it, and the step number, so training can continue with any number of workers. So the batch may also change in
 the middle of an epoch (learning_rate.py). The job's schedule then follows samples: it is stepped as often as
 it would have been with the reference number of workers, and a training of N `steps` has as many samples.
+
+In a training in rounds, a round ends after each step whose number is a multiple of `round_steps`. It ends
+early before a `Wait`, an evaluation, the end of an epoch and the end of this start, which are thus exact in
+steps. A checkpoint on the way and a stop wait for the end of the round instead: when they come must not
+change the weights. After a death a part of a step may be lost. The step is committed without it, and its
+samples are free again, so that an epoch may have a few steps more; the schedule follows samples then, too.
 """
 
 from __future__ import annotations
@@ -62,11 +68,13 @@ class PlanConfig:
     scaling: Scaling = FIXED
     """How the batch and the learning rate follow the number of workers."""
     plateau: Plateau | None = None
+    round_steps: int | None = None
+    """Steps of a round; None: each step is in the weights of all workers when it is done."""
 
     @property
     def by_samples(self) -> bool:
         """If true, the job's schedule follows samples: not every step is one batch of the job."""
-        return self.scaling.on
+        return self.scaling.on or (self.round_steps is not None and self.steps is None)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -80,7 +88,7 @@ class PlanConfig:
     @property
     def last_step(self) -> int | None:
         """The step at which training ends; None if it ends at a sample (see `end`)."""
-        return None if self.by_samples else self.steps
+        return None if self.scaling.on else self.steps
 
     @property
     def end(self) -> tuple[int, int]:
@@ -167,13 +175,14 @@ class TrainingPlan:
         )
         rates = state.get("rates", {})
         self._rates = LearningRate(config.batch_size, config.scaling, config.plateau, rates)
-        self._ticks = self._ticks_due + rates.get("ticks_ahead", 0)
-        """Steps of the job's schedule that were dispatched, if it follows samples."""
+        self._rates.ticks = self._ticks_due + rates.get("ticks_ahead", 0)
         self._open: dict[int, StepPlan] = {}
         self._evaluated_step = self.step if state.get("evaluated") else -1
         """The step of the last evaluation."""
         self._awaiting = False
         self._saved = self.step if state else -1
+        self._round_closed = self.step
+        """The step at which a round was last ended early."""
         self._checkpoint_lost = False
         self._stop: str | None = None
         """Why it ends, unless that is the end of the training."""
@@ -183,9 +192,13 @@ class TrainingPlan:
         """The next order, at most `max_steps` of training in it; None while an evaluation is awaited."""
         if self._awaiting:
             return None
+        order: Order | None = None
         if self._checkpoint_lost:
-            return self._checkpoint()
-        order = self._continue(max_steps) if self._stop is None else None
+            order = self._checkpoint()
+        elif self._stop is None or self.steps_to_save:
+            order = self._continue(max_steps)
+        if not isinstance(order, TrainSteps):
+            self._round_closed = self.step  # all else comes between two rounds
         if order is not None:
             return order
         if self._saves_last and self._saved != self.step:
@@ -212,43 +225,72 @@ class TrainingPlan:
             return None
         return self._checkpoint() if self._checkpoint_due else self._steps(max_steps)
 
+    @property
+    def steps_to_save(self) -> int:
+        """Return how many more steps there are, at most, before a checkpoint on the way or a stop: those that
+        are left of the round."""
+        every = self.config.round_steps
+        closed = self._round_closed == self.step or self._evaluation_due or self._leases.exhausted
+        if every is None or closed or self._finished or self.limited:
+            return 0
+        return -self.step % every
+
+    def end_round(self) -> None:
+        """End the round after the last step that was dispatched."""
+        self._round_closed = self.step
+
     def set_world(self, world: int) -> None:
         """Follow the number of workers."""
         self._rates.set_world(world, step=self.step)
 
-    def commit(self, step: int, *, loss: float = math.nan) -> None:
-        """Commit an open step: it is in the weights."""
+    def commit(self, step: int, *, loss: float = math.nan, lost: Sequence[Range] = ()) -> None:
+        """Commit an open step: it is in the weights, except for samples that are `lost` and come again. The
+        caller then takes back what is open."""
         assert step in self._open, f"step {step} is committed and not open"
-        plan = self._open.pop(step)
+        plan = self._open[step]
+        if lost:
+            self._return_to(plan.epoch)
+        del self._open[step]
+        num_lost = sum(stop - start for start, stop in lost)
         if plan.epoch == self.epoch:
-            self._leases.commit(plan.ranges)
-        self._rates.committed(loss, plan.samples)
+            self._leases.give_back(lost)
+            kept = Ranges(plan.ranges)
+            for piece in lost:
+                kept.remove(piece)
+            self._leases.commit(kept.to_list())
+        self._rates.committed(loss, plan.samples - num_lost)
 
     def take_back(self) -> None:
         """Void the open steps: the plan orders them again, with the same samples unless the batch size
         changes. Only for steps that are committed in order. An awaited evaluation is ordered again, too.
         """
         self._awaiting = False
-        if not self._open:
-            return
-        plans = list(self._open.values())
-        first = plans[0]
-        assert len(plans) == self.step - first.step + 1, "a later step is committed"
-        if first.epoch == self.epoch:
+        if plans := list(self._open.values()):
+            first = plans[0]
+            assert len(plans) == self.step - first.step + 1, "a later step is committed"
+            self._return_to(first.epoch)
             for plan in plans:
-                self._leases.give_back(plan.ranges)
-        else:
-            # The plan is past the last steps of an epoch; nothing of later epochs is committed.
-            used = Ranges([(0, self.config.num_samples)])
-            for piece in (piece for p in plans if p.epoch == first.epoch for piece in p.ranges):
-                used.remove(piece)
-            self.epoch = first.epoch
-            self._leases = Leases(self.config.num_samples, used.to_list())
-        self._open.clear()
-        self._ticks -= sum(plan.ticks for plan in plans)
-        self.step = first.step - 1
-        if self._saved > self.step:
-            self._saved = -1
+                if plan.epoch == self.epoch:
+                    self._leases.give_back(plan.ranges)
+            self._open.clear()
+            self._rates.ticks -= sum(plan.ticks for plan in plans)
+            self.step = first.step - 1
+            if self._saved > self.step:
+                self._saved = -1
+        self._round_closed = self.step
+
+    def _return_to(self, epoch: int) -> None:
+        """Return to an epoch whose last steps were dispatched and are not all committed. Nothing of later
+        epochs is committed."""
+        if epoch >= self.epoch:
+            return
+        leased = [r for p in self._open.values() if p.epoch == epoch for r in p.ranges]
+        committed = Ranges([(0, self.config.num_samples)])
+        for piece in leased:
+            committed.remove(piece)
+        self.epoch, self._saved = epoch, -1
+        self._leases = Leases(self.config.num_samples, committed.to_list())
+        self._leases.take(self.config.num_samples)
 
     def repeat_checkpoint(self) -> None:
         """Make the next order a checkpoint: one that was ordered is lost."""
@@ -332,7 +374,7 @@ class TrainingPlan:
             done.committed.add(piece)
         rates = self._rates.state()
         if self.config.by_samples:
-            rates["ticks_ahead"] = self._ticks - self._ticks_due
+            rates["ticks_ahead"] = self._rates.ticks - self._ticks_due
         return {
             "epoch": self.epoch,
             "step": self.step,
@@ -347,9 +389,13 @@ class TrainingPlan:
 
     @property
     def _checkpoint_due(self) -> bool:
-        every, step = self.config.checkpoint_every, self.step
+        step, every = self.step, self.config.checkpoint_every
+        if self._saved == step or self.steps_to_save:
+            return False
         is_best = self.best.evaluation.metrics is not None and self.best.evaluation.step == step
-        return self._saved != step and (is_best or bool(every and step and step % every == 0))
+        length = self.config.round_steps or 1
+        before = (step - 1) // length * length
+        return is_best or bool(every and step and step // every > before // every)
 
     @property
     def _finished(self) -> bool:
@@ -371,37 +417,36 @@ class TrainingPlan:
             return None
         return samples - self._position[1] if self.epoch == epoch else 0
 
-    def _room(self, most: int) -> int:
-        """How many steps there are until something else is due, at most `most`."""
-        config = self.config
-        every = [config.checkpoint_every, config.eval_steps if config.has_eval else 0]
-        rooms = [number - self.step % number for number in every if number]
-        rooms += [
-            last - self.step for last in (config.last_step, config.max_step) if last is not None
-        ]
-        if (room := self._rates.room(num_open=len(self._open))) is not None:
-            rooms.append(room)
-        return min([most, *rooms])
-
     def _steps(self, max_steps: int) -> TrainSteps:
         plans: list[StepPlan] = []
-        most = self._room(max_steps)
-        while len(plans) < most and not self._leases.exhausted and self._samples_left != 0:
+        while not plans or (len(plans) < max_steps and not self._interrupted):
             self.step += 1
             left = self._samples_left
             samples = self.batch_size if left is None else min(self.batch_size, left)
             ranges = tuple(self._leases.take(samples))
             factor = self._rates.factor(self.step)
-            plans.append(StepPlan(self.step, self.epoch, ranges, factor, self._tick()))
-        self._open.update((plan.step, plan) for plan in plans)
+            plan = StepPlan(self.step, self.epoch, ranges, factor, self._tick())
+            plans.append(plan)
+            self._open[plan.step] = plan
         return TrainSteps(tuple(plans))
+
+    @property
+    def _interrupted(self) -> bool:
+        """If true, something other than a step comes next."""
+        over = self._leases.exhausted or self._finished or self.limited or self._evaluation_due
+        return (
+            over
+            or self._checkpoint_due
+            or self._rates.mean_due(num_open=len(self._open), epoch_over=False)
+            or (self._stop is not None and not self.steps_to_save)
+        )
 
     def _tick(self) -> int:
         """How often the schedule is stepped after the step that was just dispatched."""
         if not self.config.by_samples:
             return 1
-        ticks = max(0, self._ticks_due - self._ticks)
-        self._ticks += ticks
+        ticks = max(0, self._ticks_due - self._rates.ticks)
+        self._rates.ticks += ticks
         return ticks
 
     @property

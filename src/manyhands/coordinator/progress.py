@@ -3,8 +3,9 @@
 A step is cut into parts, one per worker in lockstep. It is committed when every part of it is in the
 weights, in whatever order the reports come. Its loss and its learning rate are weighted means over its
 parts. In lockstep its time is that of the slowest worker; otherwise it is the workers' time for its
-parts, dropped attempts included, divided by the number of workers. An evaluation is the weighted mean
-of the workers' parts.
+parts, dropped attempts included, divided by the number of workers. In a training in rounds, a step may be
+committed with some of its parts, because a worker died and took the others along. An evaluation is the
+weighted mean of the workers' parts.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class OpenStep:
     parts: dict[int, OpenPart]
     sums: Sums | None = None
     """Sums of the whole step, if members know them and rows were lost."""
+    lost: tuple[Range, ...] = ()
+    """Samples that are not in the weights and never will be, as a part of this step."""
     left: int = field(init=False)
     """Number of parts that are not in the weights yet."""
 
@@ -84,6 +87,8 @@ class CommittedStep:
     """Staleness of each part that was reported."""
     parts: Sequence[MemberPart] = ()
     """All attempts at its parts, dropped ones included."""
+    lost: tuple[Range, ...] = ()
+    """Samples that were lost: they come again in another step."""
 
 
 class StepProgress:
@@ -165,6 +170,28 @@ class StepProgress:
                     step.parts[n].sums = applied.get((number, n))
                     self._count_down(number)
 
+    def settle_rounds(self, applied: Mapping[PartKey, Sums | None]) -> None:
+        """Record which parts are in the weights, in a training in rounds. Of a step that is in them in part,
+        the other parts are lost, even if all were reported: a worker that had averaged the weights may have
+        died before any other had."""
+        self._open = {step.plan.step: step for step in (*self._complete, *self._open.values())}
+        self._complete = []
+        for step in self.steps:
+            number = step.plan.step
+            step.sums = applied.get((number, WHOLE))
+            whole, kept = (number, WHOLE) in applied, dict[int, OpenPart]()
+            lost = Ranges()
+            for n, part in step.parts.items():
+                if whole or (number, n) in applied:
+                    part.settled, part.sums = True, applied.get((number, n))
+                    kept[n] = part
+                else:
+                    for piece in part.ranges:
+                        lost.add(piece)
+            if kept:
+                step.parts, step.lost, step.left = kept, tuple(lost.to_list()), 0
+                self._complete.append(self._open.pop(number))
+
     def clear(self) -> None:
         """Void what is open."""
         self._open.clear()
@@ -212,7 +239,7 @@ class StepProgress:
         event = StepCommitted(
             step=step.plan.step,
             epoch=step.plan.epoch,
-            samples=step.plan.samples,
+            samples=step.plan.samples - sum(stop - start for start, stop in step.lost),
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
             loss=loss,
             lr=_mean_lr(rows) if rows else last.lr if last else math.nan,
@@ -229,7 +256,7 @@ class StepProgress:
             for part in parts
             if part.holder is not None
         ]
-        return CommittedStep(event, len(parts), weight, staleness, attempts)
+        return CommittedStep(event, len(parts), weight, staleness, attempts, step.lost)
 
     def _seconds(self, rows: Sequence[StepRow]) -> float:
         if self.width is None:

@@ -145,10 +145,13 @@ class Training:
                 self._stream.notice(f"{member}: {message[:MAX_NOTE_CHARS]}")
             case messages.Rehearsed(model=model):
                 self._rehearsed[member] = model
-            case messages.StepsReport() if current:
+            case messages.StepsReport(computed=computed, computed_s=seconds) if current:
+                self.dispatcher.note_computed(member, computed, seconds)
                 for row in report.rows:
                     self.dispatcher.add(member, row)
-                self._commit_steps()
+                # In rounds, members that join a view report what they have, and only together they know.
+                if not views.joining or self.plan.config.round_steps is None:
+                    self._commit_steps()
             case messages.EvaluationReport() if current and not views.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()

@@ -240,12 +240,12 @@ class Worker:
                 )
                 report = self.learner.step(share)
             report.part, report.logged = portion.part, self.train_state.measures.take()
-            self.reporter.add(report)
             self.member.activity.ticks += 1
             # On a GPU a step returns before it is done. Reading the losses below waits for all of them, so
             # the times of many steps add up to the real time.
             ended = time.perf_counter()
             report.step_s, began = ended - began, ended
+            self.reporter.add(report)
             if report.caught_up:
                 self._report_caught_up()
             self.reporter.flush_in_time()

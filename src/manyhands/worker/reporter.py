@@ -1,8 +1,9 @@
 """Sends the reports of a worker.
 
 Step reports are gathered and sent a few times a second, and losses are read from the device only then, so
-that a step costs no message and no synchronisation of its own. A report whose step may still be dropped is
-kept until the learner knows.
+that a step costs no message and no synchronisation of its own. A report whose step may still be dropped, or
+is in the weights only when a round has ended, is kept until the learner knows. That the step is computed is
+reported at once: the coordinator dispatches orders ahead of it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Reporter:
         self._member = member
         self._waiting: list[StepReport] = []
         self._flushed = time.monotonic()
+        self._computed, self._computed_s = 0, 0.0
+        """Portions computed in this view, and the time that they took."""
+        self._computed_sent = 0
 
     def send(self, kind: Callable[..., Report], **fields: Any) -> None:
         self._member.send(kind(self.view, **fields))
@@ -49,7 +53,10 @@ class Reporter:
         return bool(self._waiting)
 
     def add(self, report: StepReport) -> None:
+        """Take in a step that is computed."""
         self._waiting.append(report)
+        self._computed += 1
+        self._computed_s += report.step_s
 
     def flush_in_time(self) -> None:
         """Flush, if the last time was a while ago."""
@@ -57,14 +64,15 @@ class Reporter:
             self.flush()
 
     def flush(self) -> None:
-        """Send the step reports that are resolved."""
+        """Send the step reports that are resolved, and how much is computed."""
         self._flushed = time.monotonic()
         # Looked at once each: another thread may resolve one at any moment.
         flags = [report.resolved for report in self._waiting]
         reports = [r for r, resolved in zip(self._waiting, flags, strict=True) if resolved]
-        if not reports:
+        if not reports and self._computed == self._computed_sent:
             return
         self._waiting = [r for r, done in zip(self._waiting, flags, strict=True) if not done]
+        self._computed_sent = self._computed
         losses = read_all([report.loss for report in reports])
         weights = read_all([report.weight for report in reports])
         rows = [
@@ -87,12 +95,13 @@ class Reporter:
                 reports, weights, losses, _read_measures(reports), strict=True
             )
         ]
-        self.send(StepsReport, rows=rows)
+        self.send(StepsReport, rows=rows, computed=self._computed, computed_s=self._computed_s)
 
     def join(self, view: int) -> None:
         """Begin a view, and forget unresolved steps: they will never be resolved."""
         self.flush()  # still of the view before: what is in the weights counts there
         self._waiting.clear()
+        self._computed, self._computed_s, self._computed_sent = 0, 0.0, 0
         self.view = view
 
 

@@ -3,6 +3,10 @@
 The weights are the list of parts that were put into them. In lockstep a step is in them once every
 worker of the view has computed its share; otherwise each part by itself, some left out. Deaths lose
 the reports that were on their way, and whatever the members had been ordered to do.
+
+In rounds, each worker computes by itself, and all wait for each other at the end of a round. Then they know,
+one after the other, that everything is in the weights. If one dies meanwhile, those who know tell the others;
+otherwise the survivors put what they have into the weights, which may again end half way.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from manyhands.contract import Strategy
@@ -41,6 +46,26 @@ from manyhands.transport.fields import encode
 
 Sample = tuple[int, int]
 """(epoch, position)"""
+
+
+Parts = dict[PartKey, list[Sample]]
+
+
+@dataclass
+class SimulatedRound:
+    """What a worker knows of the weights, in rounds."""
+
+    agreed: Parts = field(default_factory=dict)
+    own: Parts = field(default_factory=dict)
+    """Its parts since the last round."""
+    rows: list[StepRow] = field(default_factory=list)
+    """Their reports."""
+
+    def take(self, agreed: Parts) -> list[StepRow]:
+        """These are in the weights now. Returns the reports of its own parts."""
+        rows, self.rows = self.rows, []
+        self.agreed, self.own = dict(agreed), {}
+        return rows
 
 
 class SimulatedWorkers:
@@ -76,6 +101,14 @@ class SimulatedWorkers:
         """By worker: the step and view of the checkpoint that it writes."""
         self._number = 0
         self._names = 0
+        self.round_steps = config.traits.round_steps
+        self._rounds: dict[str, SimulatedRound] = {}
+        self._waiting: set[str] = set()
+        """Workers that wait at the end of a round."""
+        self._ended: Parts = {}
+        """The result of the last round, for those that do not know it yet."""
+        self._uninformed: set[str] = set()
+        self._num_computed: Counter[str] = Counter()
         self.view(self.newcomers(workers))
 
     def newcomers(self, number: int) -> list[str]:
@@ -84,12 +117,16 @@ class SimulatedWorkers:
 
     def view(self, names: list[str]) -> None:
         """These are the members now; all have settled what is in the weights, and joined."""
+        if self.round_steps is not None:
+            names = self._settle_round(names)
         for name in self._rows:
             # What is resolved is told before joining; of the rest it is not known, or they are dead.
-            kept = self._rows[name] if self.chance.random() < 0.5 else []
+            knows = self.round_steps is not None and name in names
+            kept = self._rows[name] if knows or self.chance.random() < 0.5 else []
             for row in kept:
                 self.dispatcher.add(name, row)
-        self.dispatcher.mark_applied(dict.fromkeys(key for key, _ in self.weights[-40:]))
+        known = self.weights if self.round_steps is not None else self.weights[-40:]
+        self.dispatcher.mark_applied(dict.fromkeys(key for key, _ in known))
         self._commit()
         self._number += 1
         seats = tuple(Seat(name, "here") for name in names)
@@ -98,6 +135,8 @@ class SimulatedWorkers:
         self._agendas = {name: deque() for name in names}
         self._rows = {name: [] for name in names}
         self._pushed, self._evaluated = {}, set()
+        self._waiting, self._uninformed = set(), set()
+        self._num_computed.clear()
         self.redone += self.dispatcher.redispatch(View(self._number, seats))
 
     def play(self, *, deaths: int = 0, arrivals: int = 0, stop_at: int | None = None) -> None:
@@ -146,7 +185,8 @@ class SimulatedWorkers:
     def _act(self, name: str) -> None:
         """One thing that a worker does, if it has anything to do."""
         agenda = self._agendas[name]
-        if self._rows[name] and (not agenda or self.chance.random() < 0.3):
+        unsaid = self._rows[name] or (name in self._rounds and self._rounds[name].rows)
+        if unsaid and (not agenda or self.chance.random() < 0.3):
             self._flush(name)
         if not agenda or isinstance(agenda[0], StopOrder):
             return
@@ -154,6 +194,8 @@ class SimulatedWorkers:
         if isinstance(order, TrainOrder):
             if self._compute(name, order.portions[0]):
                 agenda.popleft()
+            return
+        if self.round_steps is not None and not self._end_round(name):
             return
         self._flush(name)
         writes = name == self.dispatcher.workers[0] or self.config.traits.holds_state
@@ -170,6 +212,13 @@ class SimulatedWorkers:
     def _compute(self, name: str, portion: Portion) -> bool:
         """Whether the worker is through with it; in lockstep it waits for all the others."""
         step, part = portion.step, portion.part
+        if self.round_steps is not None:
+            mine, key = self._rounds[name], (step, part)
+            if key not in mine.own and name not in self._uninformed:
+                mine.own[key] = _samples(portion)
+                mine.rows.append(row(step, part, 0.2))
+                self._num_computed[name] += 1
+            return step % self.round_steps != 0 or self._end_round(name)
         if not self.config.traits.lockstep:
             dropped = self.chance.random() < 0.15
             if not dropped:
@@ -188,12 +237,56 @@ class SimulatedWorkers:
         self._rows[name].append(row(step, part, 0.2))
         return True
 
+    def _settle_round(self, names: list[str]) -> list[str]:
+        """Bring the members to the same weights, as learners do when they join. Returns who is left."""
+        new = set(names) - set(self._rounds)
+        self._rounds |= {name: SimulatedRound() for name in new}
+        while True:
+            newest = max((self._rounds[name].agreed for name in names), key=len)
+            agreed = dict(newest)
+            for name in names:
+                if len(self._rounds[name].agreed) == len(newest):
+                    agreed |= self._rounds[name].own
+            if len(set(names) - new) < 2 or self.chance.random() < 0.8:
+                break
+            # Some come through. They report it, but the view fails, and one more is gone.
+            for name in self.chance.sample(names, self.chance.randrange(1, len(names) + 1)):
+                for row in self._rounds[name].take(agreed):
+                    self.dispatcher.add(name, row)
+            victim = self.chance.choice(names)
+            names = [name for name in names if name != victim]
+        for name in names:
+            self._rows.setdefault(name, []).extend(self._rounds[name].take(agreed))
+        self._rounds = {name: self._rounds[name] for name in names}
+        self.weights = list(agreed.items())
+        return names
+
+    def _end_round(self, name: str) -> bool:
+        """Whether the worker knows that all it has computed is in the weights."""
+        mine = self._rounds[name]
+        if name in self._uninformed:
+            self._uninformed.discard(name)
+            self._waiting.discard(name)
+            self._rows[name] += mine.take(self._ended)
+            self.weights = list(self._ended.items())
+            return True
+        if not mine.rows:
+            return True
+        self._waiting.add(name)
+        if self._waiting == set(self._agendas):
+            self._ended = dict(mine.agreed)
+            for each in self._rounds.values():
+                self._ended |= each.own
+            self._uninformed, self._waiting = set(self._agendas), set()
+        return False
+
     def _apply(self, portion: Portion) -> None:
-        samples = [(portion.epoch, i) for lo, hi in portion.ranges for i in range(lo, hi)]
-        self.weights.append(((portion.step, portion.part), samples))
+        self.weights.append(((portion.step, portion.part), _samples(portion)))
 
     def _flush(self, name: str) -> None:
         rows, self._rows[name] = self._rows[name], []
+        if self.round_steps is not None:
+            self.dispatcher.note_computed(name, *[self._num_computed[name]] * 2)
         for one in rows:
             self.dispatcher.add(name, one)
         self._commit()
@@ -233,6 +326,10 @@ class SimulatedWorkers:
         files = {name: FileFacts(0, "0" * 8)}
         self.checkpoint_tracker.written(name, Saved(view, step, files))
         self.checkpoint_tracker.commit_written(self.training_plan)
+
+
+def _samples(portion: Portion) -> list[Sample]:
+    return [(portion.epoch, i) for lo, hi in portion.ranges for i in range(lo, hi)]
 
 
 def row(step: int, part: int, seconds: float, *, dropped: bool = False) -> StepRow:

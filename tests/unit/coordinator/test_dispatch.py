@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_driver import due
 from simulated_workers import SimulatedWorkers, row
-from traits import Lockstep, ManyParts, WorkQueue
+from traits import Lockstep, ManyParts, Rounds, WorkQueue
 
 from manyhands.contract import Strategy
-from manyhands.control.messages import Portion, Saving, TrainOrder
+from manyhands.control.messages import Portion, Saved, Saving, TrainOrder
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plan import PlanConfig, TrainingPlan
 from manyhands.coordinator.plateau import Plateau
+from manyhands.errors import ProtocolError
 from manyhands.events.sinks import Stream
 from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.runs import checkpoints
@@ -31,6 +33,7 @@ from manyhands.runs.folder import RunFolder
 IN_STEP = Lockstep()
 IN_PARTS = WorkQueue()
 IN_MANY_PARTS = ManyParts()
+IN_ROUNDS = Rounds()
 HOLDING = Lockstep(holds_state=True)
 HOLDING_IN_PARTS = WorkQueue(holds_state=True)
 
@@ -69,6 +72,31 @@ def test_deaths_and_arrivals_use_every_sample_once(
     play(plan_config, config, workers, random.Random(seed), deaths, arrivals, stop_at)
 
 
+@settings(max_examples=250, deadline=None)
+@given(
+    plan_config=plan_configs,
+    round_steps=st.integers(1, 7),
+    holds_state=st.booleans(),
+    workers=st.integers(1, 4),
+    deaths=st.integers(0, 3),
+    arrivals=st.integers(0, 2),
+    stop_at=st.one_of(st.none(), st.integers(0, 200)),
+    seed=st.integers(0, 2**32),
+)
+def test_so_do_rounds_that_lose_what_a_dead_worker_had_done(
+    plan_config: PlanConfig,
+    round_steps: int,
+    holds_state: bool,
+    workers: int,
+    deaths: int,
+    arrivals: int,
+    stop_at: int | None,
+    seed: int,
+) -> None:
+    config = Rounds(round_steps=round_steps, holds_state=holds_state)
+    play(plan_config, config, workers, random.Random(seed), deaths, arrivals, stop_at)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     plan_config=st.builds(
@@ -83,7 +111,7 @@ def test_deaths_and_arrivals_use_every_sample_once(
             Plateau, patience=st.just(1), watch=st.just("train_loss"), every=st.integers(0, 4)
         ),
     ),
-    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS]),
+    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS, IN_ROUNDS]),
     deaths=st.integers(0, 2),
     arrivals=st.integers(0, 2),
     seed=st.integers(0, 2**32),
@@ -103,6 +131,7 @@ def play(
     arrivals: int,
     stop_at: int | None,
 ) -> None:
+    plan_config = replace(plan_config, round_steps=config.traits.round_steps)
     with tempfile.TemporaryDirectory() as folder:
         simulation = SimulatedWorkers(Path(folder), plan_config, config, workers, chance)
         simulation.play(deaths=deaths, arrivals=arrivals, stop_at=stop_at)
@@ -126,7 +155,9 @@ def play(
                 assert used.total() == plan_config.num_samples * plan_config.epochs
             else:
                 assert len(steps) == plan_config.steps
-            if not plan_config.by_samples:
+            # Samples that are lost in rounds come again: epochs may take more steps.
+            same_epochs = config.traits.round_steps is None or plan_config.eval_steps
+            if not plan_config.by_samples and same_epochs:
                 assert simulation.evaluations == due(plan_config)
         # Only the writers' last words are still on their way.
         simulation.checkpoint_tracker.commit_written(training_plan)
@@ -149,7 +180,7 @@ class Stage:
         self.training_plan = TrainingPlan(
             PlanConfig(**{"batch_size": 4, "epochs": 1, **plan_config})
         )
-        run = RunFolder.create("stage", path=tmp_path / "run")
+        self.run = run = RunFolder.create("stage", path=tmp_path / "run")
         options = RunOptions("job.py", "any", workers, config)
         self.checkpoint_tracker = CheckpointTracker(run, Stream(), options, newest=None)
         self.dispatcher: Dispatcher = make_dispatcher(
@@ -454,3 +485,103 @@ def test_a_worker_that_catches_up_does_not_count_for_the_batch(tmp_path: Path) -
     (_, first), (_, second), *_ = stage.told
     assert first.portions == [Portion(3, 0, 8, ((8, 12),), 0, 2.0, 2)]
     assert second.portions == [Portion(3, 0, 8, ((12, 16),), 1, 2.0, 2)]
+
+
+@pytest.mark.parametrize("step_s", [0.002, 0.05, 0.3])
+def test_no_worker_waits_for_orders_within_a_round(tmp_path: Path, step_s: float) -> None:
+    """With a clock of its own: workers report every 0.1 s, and what they report is not in the weights."""
+    every, latency_s, report_s = 64, 0.002, 0.1
+    plan_config = {"num_samples": 100_000, "round_steps": every, "has_eval": False}
+    stage = Stage(tmp_path, Rounds(round_steps=every), 2, **plan_config)
+    agenda = dict.fromkeys(stage.dispatcher.workers, 0)
+    computed, rows, reported_at = dict(agenda), dict(agenda), dict.fromkeys(agenda, 0.0)
+    free_at = dict.fromkeys(agenda, 0.0)
+    waited_s, now = 0.0, 0.0
+    messages = [(0.0, "worker-0", 0, 0)]
+    """(when, from whom, how much it has computed, rows of how many steps)"""
+    while min(computed.values()) < 3 * every:
+        next_free = (
+            min(free_at[name] for name in agenda if agenda[name])
+            if any(agenda.values())
+            else float("inf")
+        )
+        if messages and messages[0][0] <= next_free:
+            now, name, done, resolved = messages.pop(0)
+            stage.dispatcher.note_computed(name, done, done * step_s)
+            for number in range(rows[name] + 1, resolved + 1):
+                stage.done(name, number, int(name[-1]), step_s)
+            rows[name] = max(rows[name], resolved)
+            stage.dispatch_ahead()
+            for to, order in stage.told:
+                if isinstance(order, TrainOrder):
+                    if not agenda[to]:
+                        idle_s = now + latency_s - free_at[to]
+                        waited_s += max(0.0, idle_s) if computed[to] > 2 else 0.0
+                        free_at[to] = max(free_at[to], now + latency_s)
+                    agenda[to] += len(order.portions)
+            continue
+        name = min((n for n in agenda if agenda[n]), key=lambda n: free_at[n])
+        now = free_at[name] = free_at[name] + step_s
+        agenda[name] -= 1
+        computed[name] += 1
+        if now - reported_at[name] >= report_s or not agenda[name]:
+            reported_at[name] = now
+            resolved = min(computed.values()) // every * every
+            messages.append((now + latency_s, name, computed[name], resolved))
+            messages.sort()
+    assert waited_s == 0.0
+    assert stage.training_plan.step - 3 * every <= max(3, 1.6 * 0.4 / step_s), "not too far ahead"
+    assert stage.training_plan.committed_step == 2 * every
+
+
+def test_more_steps_than_were_dispatched_cannot_be_computed(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 1, num_samples=40)
+    stage.dispatch_ahead()
+    stage.dispatcher.note_computed("worker-0", 2, 1.0)
+    with pytest.raises(ProtocolError, match="it has computed 3 steps of 2"):
+        stage.dispatcher.note_computed("worker-0", 3, 1.0)
+
+
+def test_a_view_change_ends_the_round(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_ROUNDS, 2, num_samples=40, round_steps=3)
+    stage.dispatch_ahead()
+    assert stage.dispatch_ahead(pause=True) == [("worker-0", "rest"), ("worker-1", "rest")]
+    assert stage.dispatch_ahead(pause=True) == [], "once"
+    for step in (1, 2):
+        for part in (0, 1):
+            stage.done(f"worker-{part}", step, part)
+    assert stage.dispatcher.idle
+    stage.seat("worker-0", "worker-1", "worker-2")
+    assert stage.dispatch_ahead(pause=True) == [], "no round is open"
+
+
+def test_what_a_dead_worker_had_not_averaged_is_dispatched_again(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_ROUNDS, 2, num_samples=40, round_steps=3)
+    stage.dispatch_ahead()
+    stage.dispatcher.add("worker-0", row(1, 0, 1.0))
+    stage.dispatcher.add("worker-1", row(1, 1, 1.0))  # it knew of the average, and no other did
+    stage.dispatcher.mark_applied({(1, 0): None})
+    (step,) = stage.dispatcher.committed()
+    assert (step.event.samples, step.event.shares) == (2, {"worker-0": ((0, 2),)})
+    assert step.lost == ((2, 4),)
+    assert stage.seat("worker-0") == 1
+    stage.dispatch_ahead()
+    (_, order), *_ = stage.told
+    assert order.portions == [Portion(2, 0, 4, ((2, 6),), 0, 1.0, 0)]
+
+
+def test_a_checkpoint_with_lost_samples_is_void(tmp_path: Path) -> None:
+    """Its writer had averaged the weights, had written them, and died before any other had averaged."""
+    stage = Stage(tmp_path, IN_ROUNDS, 2, num_samples=40, round_steps=2, checkpoint_every=2)
+    stage.dispatch_ahead()
+    stage.dispatcher.note_computed("worker-0", 2, 2.0)
+    stage.dispatcher.note_computed("worker-1", 2, 2.0)
+    assert ("worker-0", "checkpoint") in stage.dispatch_ahead()
+    stage.saving("worker-0", 2)
+    stage.checkpoint_tracker.written("worker-0", Saved(stage.view, 2, {}))
+    stage.dispatcher.mark_applied({(1, 1): None, (2, 1): None})
+    for _ in stage.dispatcher.committed():
+        stage.checkpoint_tracker.commit_written(stage.training_plan)
+    stage.seat("worker-1")
+    assert ("worker-1", "checkpoint") in stage.dispatch_ahead()
+    assert not checkpoints.steps(stage.run.path)

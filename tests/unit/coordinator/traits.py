@@ -27,6 +27,17 @@ class Lockstep(Strategy):
 
 
 @dataclass(frozen=True)
+class Rounds(Lockstep):
+    name: ClassVar[str] = "rounds"
+
+    round_steps: int = 3
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(elastic=True, holds_state=self.holds_state, round_steps=self.round_steps)
+
+
+@dataclass(frozen=True)
 class WorkQueue(Lockstep):
     name: ClassVar[str] = "queue"
 
