@@ -153,8 +153,10 @@ class Hands:
         leases = Leases(len(dataset))
         while ranges := leases.take(batch_size):
             total = sum(stop - start for start, stop in ranges)
-            parts = split(ranges, shares(total, [1.0] * self.world))
-            portion = Portion(self._steps, epoch, total, tuple(parts[self.rank]), self.rank)
+            parts = split(ranges, shares(total, [1.0] * len(self._me.view.replicas)))
+            portion = Portion(
+                self._steps, epoch, total, tuple(parts[self._me.replica]), self._me.replica
+            )
             batch, samples = feed.share(portion).batches[0]
             self._given = (samples, total)
             yield batch
@@ -176,7 +178,7 @@ class Hands:
             train_state.weight = _count
         self._steps += 1
         began = time.perf_counter()
-        share = Share(self._steps, 0, samples, total, [(batch, samples)], self.rank)
+        share = Share(self._steps, 0, samples, total, [(batch, samples)], self._me.replica)
         report = self._learner.step(share)
         report.step_s = time.perf_counter() - began
         return report
@@ -225,7 +227,7 @@ def join(strategy: str = "allreduce", *, device: str = "auto", seed: int = 0) ->
             host=socket.gethostname(),
             device=mine,
             scratch=scratch,
-            view=View(next(_views), seats),
+            view=View(next(_views), seats, config.replica_size(world)),
             rendezvous=cluster.rendezvous,
         )
         hands = Hands(config, me, seed=seed)

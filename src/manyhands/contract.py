@@ -130,6 +130,12 @@ class Strategy(ABC):
         """Raise SpecError, with a remedy, if the strategy can't work with this number of workers."""
         if workers < 1:
             raise SpecError(f"--workers {workers}: at least 1 worker is needed.")
+        if (fit := self.refit(workers)) != workers:
+            size = self.replica_size(workers)
+            raise SpecError(
+                f"--workers {workers}: {self.name} trains with whole replicas of {size} workers. Use a "
+                f"multiple:  --workers {fit or size}"
+            )
 
     def check_length(self, steps: int) -> None:
         """Raise SpecError, with a remedy, if the strategy can't work with so few steps of training."""
@@ -138,6 +144,12 @@ class Strategy(ABC):
     def parts(self, workers: int) -> int:
         """Return how many parts a step is cut into, without lockstep."""
         return workers
+
+    def replica_size(self, workers: int) -> int:
+        """Return how many workers hold one copy of the model together (`View.replicas`), if there are this
+        many. In lockstep only: all workers of a replica get the same samples and random seed in each step,
+        and the same part of an evaluation."""
+        return 1
 
     def servers_for(self, workers: int) -> int:
         """Return the number of dedicated servers."""
@@ -148,8 +160,9 @@ class Strategy(ABC):
         return False
 
     def refit(self, workers: int) -> int:
-        """Return the largest number of workers that a view can have, out of this many."""
-        return workers
+        """Return the largest number of workers that a view can have, out of this many; 0 if it needs more.
+        The others stand by: alive, without samples, the first to be used when a worker dies."""
+        return workers - workers % self.replica_size(workers)
 
     def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer] | None:
         """Return what one step sends from member to member; None if the strategy does not compute it. Pure,
@@ -246,7 +259,8 @@ class StepReport:
     step: int
     samples: int
     weight: float | Tensor
-    """Weight of this worker's part in the mean of the step."""
+    """Weight of this worker's part in the mean of the step. In a replica of several workers, the weight, loss
+    and logged measures of the first one count."""
     loss: float | Tensor
     """Weighted sum of the losses of this worker's part. May be on a device: reading it waits."""
     lr: float
@@ -261,7 +275,7 @@ class StepReport:
     bytes_sent: int = 0
     """Bytes that this worker sent over the network since its report before."""
     part: int = 0
-    """Index of the part; in lockstep, this worker's rank."""
+    """Index of the part; in lockstep, that of this worker's replica."""
     staleness: int = 0
     """Updates of others between reading the weights and changing them."""
     dropped: bool = False
@@ -367,7 +381,11 @@ class Learner(ABC):
         raise AssertionError(f"{type(self).__name__} keeps no state and got {names}")
 
     def close(self) -> AppliedSteps | None:
-        """Disconnect from the peers. Returns what is in the weights at the end, if this member knows."""
+        """Disconnect from the peers. Returns what is in the weights at the end, if this member knows.
+
+        Also called when this worker is to stand by: on_view follows if it is needed again, and the weights of
+        the others have changed by then.
+        """
         return None
 
 

@@ -65,7 +65,7 @@ class Assignment:
 
 @dataclass(slots=True)
 class Portion:
-    """Work of one worker in one global step. Not frozen, as StepRow."""
+    """Work of one worker, or of all workers of a replica, in one global step. Not frozen, as StepRow."""
 
     as_list: ClassVar[bool] = True
 
@@ -74,9 +74,9 @@ class Portion:
     total: int
     """Samples of all workers in this step."""
     ranges: tuple[Range, ...]
-    """The samples of this worker."""
+    """The samples of this worker's replica."""
     part: int = 0
-    """Number of the part within the step; in lockstep, this worker's rank."""
+    """Number of the part within the step; in lockstep, the index of this worker's replica."""
     lr_factor: float = 1.0
     """Factor of the learning rate."""
     ticks: int = 1

@@ -235,11 +235,14 @@ class Coordinator:
         if member.link is not None:
             member.link.close()
 
-    def form_view(self, seats: Iterable[Seat]) -> View:
-        """Form the next view and send it to its members."""
+    def form_view(
+        self, seats: Iterable[Seat], *, replica_size: int = 1, standby: Iterable[str] = ()
+    ) -> View:
+        """Form the next view and send it to its members. `standby`: workers that are not in it any more, and
+        are told, too."""
         number = self.view.number + 1 if self.view else 1
-        self.view = View(number, tuple(seats))
-        for name in self.view.names:
+        self.view = View(number, tuple(seats), replica_size)
+        for name in (*self.view.names, *standby):
             self.send(name, ViewFormed(self.view))
         return self.view
 

@@ -1,7 +1,7 @@
 """Dispatches work: which order goes to which member, what is still open, and what a view change voids.
 
-`LockstepDispatcher`: every worker gets a share of every step, in proportion to its speed, and orders are sent
-in the order of the plan.
+`LockstepDispatcher`: every replica gets a share of every step, in proportion to its speed, and orders are
+sent in the order of the plan. All workers of a replica get the same.
 `WorkQueueDispatcher`: a step is cut into parts, and each part goes to the next free worker. If the learners
 want no parts, a step is one part. What all workers do together (an evaluation, a checkpoint, the stop) is a
 barrier: it waits until nothing is open. When only a barrier is left, each worker is ordered to rest.
@@ -81,6 +81,8 @@ class Dispatcher(ABC):
         self.progress = StepProgress()
         self._view = 0
         self.workers: tuple[str, ...] = ()
+        self.replicas: tuple[tuple[str, ...], ...] = ()
+        """The workers of each replica."""
         self.members: tuple[str, ...] = ()
         """The workers, then the servers."""
         self.catching_up: set[str] = set()
@@ -158,12 +160,18 @@ class Dispatcher(ABC):
         self._view = view.number
         self.members = view.names
         self.workers = tuple(seat.name for seat in view.workers)
+        self.replicas = tuple(tuple(seat.name for seat in each) for each in view.replicas)
         self.finishing = None
         self.meter.busy(False)
 
     def _count(self) -> None:
         """Tell the plan how many workers get samples: the batch may follow their number."""
-        self.plan.set_world(max(1, sum(name not in self.catching_up for name in self.workers)))
+        ready = sum(len(each) for each in self.replicas if not self._catches_up(each))
+        self.plan.set_world(max(1, ready))
+
+    def _catches_up(self, replica: Sequence[str]) -> bool:
+        """Return whether one of its workers has no weights yet."""
+        return not self.catching_up.isdisjoint(replica)
 
     def _dispatch_barrier(self, order: Evaluate | Checkpoint | Stop) -> None:
         match order:
@@ -176,15 +184,16 @@ class Dispatcher(ABC):
                 self.finish(reason)
 
     def _dispatch_evaluation(self, step: int, epoch: int) -> None:
-        """Give each worker a part of the data in proportion to its speed."""
+        """Give each replica a part of the data in proportion to its speed."""
         weights = self._weights()
         ends = list(itertools.accumulate(weights, initial=0.0))
-        for name, (start, stop) in zip(self.workers, itertools.pairwise(ends), strict=True):
-            self._send(name, messages.EvaluateOrder(step, epoch, (start, stop, ends[-1])))
+        for replica, (start, stop) in zip(self.replicas, itertools.pairwise(ends), strict=True):
+            for name in replica:
+                self._send(name, messages.EvaluateOrder(step, epoch, (start, stop, ends[-1])))
 
     def _weights(self) -> list[float]:
-        """Return how much each worker should get, in proportion."""
-        return self.throughput.weights(self.workers)
+        """Return how much each replica should get, in proportion."""
+        return self.throughput.weights(self.replicas)
 
 
 class LockstepDispatcher(Dispatcher):
@@ -294,25 +303,26 @@ class LockstepDispatcher(Dispatcher):
             self.send_workers(messages.RestOrder())
 
     def _dispatch(self, order: TrainSteps) -> None:
-        portions: list[list[messages.Portion]] = [[] for _ in self.workers]
+        portions: list[list[messages.Portion]] = [[] for _ in self.replicas]
         weights = self._weights()
         if self.catching_up:
-            pairs = zip(self.workers, weights, strict=True)
-            weights = [0.0 if name in self.catching_up else weight for name, weight in pairs]
+            pairs = zip(self.replicas, weights, strict=True)
+            weights = [0.0 if self._catches_up(replica) else weight for replica, weight in pairs]
         for plan in order.plans:
             probe = plan.step % PROBE_EVERY == 0
             shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
-            self.progress.expect(plan, shares, dict(enumerate(self.workers)))
-            for rank, ranges in shares.items():
-                portions[rank].append(_portion(plan, ranges, rank))
-        for name, own_portions in zip(self.workers, portions, strict=True):
-            self._send(name, messages.TrainOrder(own_portions))
+            self.progress.expect(plan, shares, dict(enumerate(self.replicas)))
+            for index, ranges in shares.items():
+                portions[index].append(_portion(plan, ranges, index))
+        for replica, own_portions in zip(self.replicas, portions, strict=True):
+            for name in replica:
+                self._send(name, messages.TrainOrder(own_portions))
         self._num_dispatched += len(order.plans)
         self._resting = False
         self.meter.busy(True)
 
     def _weights(self) -> list[float]:
-        return [1.0] * len(self.workers) if self._equal else super()._weights()
+        return [1.0] * len(self.replicas) if self._equal else super()._weights()
 
 
 class WorkQueueDispatcher(Dispatcher):
@@ -392,6 +402,9 @@ class WorkQueueDispatcher(Dispatcher):
                 self._lift()  # the stop is ordered again, after the checkpoint
         self._dispatched = False
         self._resting.clear()
+        assert view.replica_size == 1, (
+            "the workers of a replica do the same steps: in lockstep only"
+        )
         self._set_members(view)
         self._queue.set_workers(self.workers)
         self.progress.width = len(self.workers)

@@ -181,6 +181,7 @@ class Driver:
         job_checks.check_job(
             facts,
             workers=self.options.workers,
+            replica_size=self.options.config.replica_size(self.options.workers),
             scaling=self.options.scaling,
             saved=self._saved_plan,
             target=self.options.target if self._before is None else "",

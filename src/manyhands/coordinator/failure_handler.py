@@ -155,7 +155,7 @@ class FailureHandler:
             return  # it had nothing left to do
         elif member in membership.roster.new:
             membership.give_up(member, reason)
-        elif member in membership.views.current.names and (
+        elif member in membership.views.members and (
             by_itself or not membership.lose(member, reason)
         ):
             self._add(failure)

@@ -41,12 +41,14 @@ def check_job(
     facts: WorkerFacts,
     *,
     workers: int,
+    replica_size: int = 1,
     scaling: Scaling = FIXED,
     saved: Mapping[str, Any] | None = None,
     target: str = "",
 ) -> None:
-    """Refuse mistakes that show only when the job is loaded, or when its metrics are known. `saved`: the plan
-    of a resumed run; `target`: that of this start, as typed."""
+    """Refuse mistakes that show only when the job is loaded, or when its metrics are known. `replica_size`:
+    number of workers in each replica. `saved`: the plan of a resumed run; `target`: that of this start, as
+    typed."""
     fields, samples, metrics = facts.fields, facts.train_samples, facts.metrics
     batch, monitor = fields.batch_size, metric_name(fields.monitor)
     if batch > samples:
@@ -56,11 +58,12 @@ def check_job(
         )
     if scaling.on:
         _check_scaling(scaling, batch, workers=workers, samples=samples)
-    elif workers > batch:
+    elif (replicas := workers // replica_size) > batch:
+        each = "worker" if replica_size == 1 else f"replica of {replica_size} workers"
         raise UsageError(
-            f"{workers} workers share a global batch of {batch}: every worker needs "
+            f"{workers} workers share a global batch of {batch}: every {each} needs "
             "at least one sample. Use fewer workers, or a larger batch: "
-            f"--set batch_size={workers}"
+            f"--set batch_size={replicas}"
         )
     if metrics and monitor not in metrics:
         raise JobError(
@@ -143,8 +146,11 @@ def why_not(
     features |= {WORKERS} if workers > 1 else set()
     if (refusal := refusal_of(config, features)) is not None:
         return f"{refusal.feature.title} do not work with {options.strategy}: {refusal.why}"
+    size = config.replica_size(workers)
+    if config.refit(workers) != workers:
+        return f"{config.name} trains with whole replicas of {size} workers"
     batch = options.scaling.batch(facts.fields.batch_size, workers)
-    if workers > batch:
+    if workers // size > batch:
         return f"they would share a global batch of {batch}"
     if batch > samples:
         return f"their global batch would be {batch}, of {samples} samples"

@@ -90,16 +90,19 @@ class Membership:
         """Form the next view after a death, at once. Returns False if the members that are left can't
         recover."""
         roster, views, pool = self.roster, self.views, self.pool
-        names = views.current.names
+        names, stood_by = views.members, member in roster.standby
+        roster.standby.discard(member)
         left = [name for name in names if name != member and roster.is_alive(name)]
         workers = [name for name in left if roster.is_worker(name)]
-        enough = len(workers) >= self._options.min_workers or pool.may_replace
+        fit = self._options.config.refit(len(workers))
+        enough = fit >= self._options.min_workers or pool.may_replace
         servers = bool(self._options.servers)
-        if not workers or not enough or not views.have_weights(left, servers=servers):
+        if not fit or not enough or not views.have_weights(left, servers=servers):
             return False
         self._count_loss(member, reason, num_workers=len(workers))
         self._unreached.clear()
-        views.form(left)
+        if not stood_by:
+            views.form(left)
         if member in self._unreached.left_out:
             self._stream.notice(
                 f"{member} will not be replaced: a replacement on that host would be unreachable too. Once "

@@ -121,4 +121,6 @@ class RunOptions:
         traits = self.config.traits
         shrinks = traits.lockstep and traits.elastic and traits.can_shrink
         in_rounds = traits.round_steps is not None  # the weights would change, too
-        return shrinks and not in_rounds and not self.equal_shares and not self.scaling.on
+        alone = self.config.replica_size(self.workers) == 1
+        may_leave = shrinks and alone and not in_rounds
+        return may_leave and not self.equal_shares and not self.scaling.on

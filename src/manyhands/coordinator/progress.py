@@ -1,11 +1,14 @@
 """Progress of the open steps: combines the reports of members. Pure, and without torch.
 
-A step is cut into parts, one per worker in lockstep. It is committed when every part of it is in the
+A step is cut into parts, one per replica in lockstep. It is committed when every part of it is in the
 weights, in whatever order the reports come. Its loss and its learning rate are weighted means over its
 parts. In lockstep its time is that of the slowest worker; otherwise it is the workers' time for its
 parts, dropped attempts included, divided by the number of workers. In a training in rounds, a step may be
 committed with some of its parts, because a worker died and took the others along. An evaluation is the
-weighted mean of the workers' parts.
+weighted mean of the replicas' parts.
+
+All workers of a replica compute the same part. The report of the first one says what the part's weight and
+loss are (and it alone has what the job has logged); times, bytes and other measures are those of all.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ Sums = tuple[float, float]
 @dataclass
 class OpenPart:
     ranges: tuple[Range, ...]
-    holder: str | None = None
-    """The member whose attempt counts."""
-    row: StepRow | None = None
+    holders: tuple[str, ...] = ()
+    """The members whose attempt counts: the workers of a replica, in rank order."""
+    rows: dict[str, StepRow] = field(default_factory=dict)
+    """Reports of the holders."""
     settled: bool = False
     """If true, it is in the weights according to the members, and its row was lost."""
     sums: Sums | None = None
@@ -42,7 +46,12 @@ class OpenPart:
 
     @property
     def done(self) -> bool:
-        return self.settled or self.row is not None
+        return self.settled or 0 < len(self.rows) == len(self.holders)
+
+    @property
+    def first_row(self) -> StepRow | None:
+        """The report that counts for the samples of the part."""
+        return self.rows.get(self.holders[0]) if self.rows else None
 
 
 @dataclass
@@ -61,8 +70,9 @@ class OpenStep:
 
     @property
     def missing(self) -> list[str]:
-        """Members whose parts are missing."""
-        return [p.holder for p in self.parts.values() if p.holder is not None and not p.done]
+        """Members whose reports are missing."""
+        open_parts = [part for part in self.parts.values() if not part.done]
+        return [name for part in open_parts for name in part.holders if name not in part.rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +129,13 @@ class StepProgress:
         self,
         plan: StepPlan,
         parts: Mapping[int, Sequence[Range]],
-        holders: Mapping[int, str] | None = None,
+        holders: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
+        """`holders`: the members that compute each part, if they are known already."""
         holders = holders or {}
         self._open[plan.step] = OpenStep(
-            plan, {n: OpenPart(tuple(ranges), holders.get(n)) for n, ranges in parts.items()}
+            plan,
+            {n: OpenPart(tuple(ranges), tuple(holders.get(n, ()))) for n, ranges in parts.items()},
         )
 
     def assign(self, key: PartKey, holder: str) -> None:
@@ -131,19 +143,20 @@ class StepProgress:
         part = self._part(key)
         assert part is not None, f"part {key} is assigned and was never expected"
         assert not part.done, f"part {key} is assigned and in the weights already"
-        part.holder = holder
+        part.holders = (holder,)
 
     def add(self, member: str, row: StepRow) -> bool:
-        """Take in a report; True if it put an open part into the weights. Others are ignored."""
+        """Take in a report; True if it was awaited and its part is in the weights. Others are ignored."""
         part = self._part((row.step, row.part))
-        if part is None or part.done or part.holder != member:
+        if part is None or part.done or member not in part.holders or member in part.rows:
             return False
         if row.dropped:
-            part.holder = None
+            part.holders = ()
             part.wasted.append((member, row))
             return False
-        part.row = row
-        self._count_down(row.step)
+        part.rows[member] = row
+        if part.done:
+            self._count_down(row.step)
         return True
 
     def samples(self, key: PartKey) -> int:
@@ -161,7 +174,9 @@ class StepProgress:
         for step in self.steps:
             number = step.plan.step
             in_weights = [
-                n for n, part in step.parts.items() if part.done or (number, n) in applied
+                n
+                for n, part in step.parts.items()
+                if part.settled or part.rows or (number, n) in applied
             ]
             step.sums = applied.get((number, WHOLE))
             for n in step.parts if whole and in_weights else in_weights:
@@ -217,21 +232,25 @@ class StepProgress:
     def _combine(self, step: OpenStep) -> CommittedStep:
         # In the order of parts, not of arrival: sums of floats depend on it, and two runs must be equal.
         parts = [step.parts[n] for n in sorted(step.parts)]
-        rows = [part.row for part in parts if part.row is not None]
+        rows = [row for part in parts if (row := part.first_row) is not None]
+        every = [part.rows[name] for part in parts for name in part.holders if name in part.rows]
         held: dict[str, Ranges] = {}
         for part in parts:
-            if part.holder is not None:
-                ranges = held.setdefault(part.holder, Ranges())
+            if part.holders:
+                ranges = held.setdefault(part.holders[0], Ranges())
                 for piece in part.ranges:
                     ranges.add(piece)
         last = self._last
-        known = [(p.row.weight, p.row.loss_sum) if p.row is not None else p.sums for p in parts]
+        known = [
+            (row.weight, row.loss_sum) if (row := part.first_row) is not None else part.sums
+            for part in parts
+        ]
         sums = [pair for pair in known if pair is not None]
         if len(rows) < len(parts) and step.sums is not None and step.sums[0]:
             sums = [step.sums]
         weight = sum(pair[0] for pair in sums)
         wasted = [attempt for part in parts for attempt in part.wasted]
-        spent = [row for _, row in wasted] + rows
+        spent = [row for _, row in wasted] + every
         loss = sum(pair[1] for pair in sums) / weight if weight else math.nan
         if not weight and len(rows) < len(parts) and last is not None:
             loss = last.loss  # nothing is known of its parts except that they count
@@ -243,18 +262,18 @@ class StepProgress:
             shares={name: tuple(ranges.to_list()) for name, ranges in held.items()},
             loss=loss,
             lr=_mean_lr(rows) if rows else last.lr if last else math.nan,
-            step_s=self._seconds(spent) if rows else last.step_s if last else 0.0,
+            step_s=self._seconds(spent) if every else last.step_s if last else 0.0,
             compute_s=self._mean([row.compute_s for row in spent]),
             wait_s=self._mean([row.wait_s for row in spent]),
             bytes_sent=sum(row.bytes_sent for row in spent),
             staleness=sum(staleness) / len(rows) if self.width and rows else None,
-            measures=combine([row.measures for row in rows if row.measures], self.measures),
+            measures=combine([row.measures for row in every if row.measures], self.measures),
         )
         attempts = [MemberPart(member, 0, row, applied=False) for member, row in wasted]
         attempts += [
-            MemberPart(part.holder, sum(stop - start for start, stop in part.ranges), part.row)
+            MemberPart(name, sum(stop - start for start, stop in part.ranges), part.rows.get(name))
             for part in parts
-            if part.holder is not None
+            for name in part.holders
         ]
         return CommittedStep(event, len(parts), weight, staleness, attempts, step.lost)
 
@@ -280,5 +299,5 @@ def _mean_lr(rows: Sequence[StepRow]) -> float:
 def evaluation_of(
     parts: Sequence[EvaluationReport], measures: Mapping[str, Measure]
 ) -> tuple[int, dict[str, float]]:
-    """Combine all workers' parts of an evaluation into (samples, metrics)."""
+    """Combine all replicas' parts of an evaluation into (samples, metrics)."""
     return sum(part.samples for part in parts), combine([part.sums for part in parts], measures)

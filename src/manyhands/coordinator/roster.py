@@ -19,6 +19,9 @@ class Roster:
         """The `Ready` message of each member. Members that are gone stay in it."""
         self.new: set[str] = set()
         """Members started later than the first ones that have not joined a view yet."""
+        self.standby: set[str] = set()
+        """Workers that were in a view, or could have been in the first, and are left over: the strategy needs
+        whole replicas. The others have changed the weights since."""
         self._coordinator = context.coordinator
         self._options = context.options
         self._stream = context.stream
@@ -58,8 +61,10 @@ class Roster:
         return self._coordinator.members[member].alive
 
     def may_save(self, member: str) -> bool:
-        """Return whether it sees the run folder and has weights to save: a new member has none."""
-        return self._coordinator.members[member].handle.sees_run and member not in self.new
+        """Return whether it sees the run folder and has weights to save: those of a new member, or one that
+        stands by, are not the others'."""
+        has_weights = member not in self.new and member not in self.standby
+        return self._coordinator.members[member].handle.sees_run and has_weights
 
     def start(self, role: str, place: int, *, saves: bool, takes: tuple[int, int]) -> None:
         """Start one of the first members. `saves`, `takes`: as in its assignment."""

@@ -1,5 +1,8 @@
 """Throughput of each worker, and the shares of a batch with which all finish together. Pure.
 
+Shares belong to replicas, of one worker or several that compute the same samples. A replica is as fast as
+its slowest worker.
+
 Only computing time counts, not waiting: the slow worker is the one that computes while the others wait.
 Shares stay equal until others would make a step much shorter: small differences are noise, and with equal
 shares sums are added in the same order in every run.
@@ -56,7 +59,8 @@ class Speed:
 class Throughput:
     speeds: dict[str, Speed] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
-    """Current shares of a batch, in proportion; a worker that is not in it has the mean."""
+    """Current shares of a batch, in proportion, by worker: all workers of a replica have the replica's. A
+    worker that is not in it has the mean."""
     reported: dict[str, float] = field(default_factory=dict)
     """Workers that were reported as slow, and how slow."""
 
@@ -65,20 +69,25 @@ class Throughput:
         if samples and seconds > 0.0:
             self.speeds.setdefault(worker, Speed()).add(samples, seconds)
 
-    def weights(self, workers: Sequence[str]) -> list[float]:
-        """Return the shares of a batch for these workers, in proportion."""
-        now = self._parts_of(workers)
+    def weights(self, replicas: Sequence[Sequence[str]]) -> list[float]:
+        """Return the shares of a batch for these replicas, in proportion."""
+        workers = [worker for replica in replicas for worker in replica]
+        now = self._parts_of(replicas)
         known = self.speeds_of(workers)
         if known is None:
             return now
-        speeds = list(known.values())
+        speeds = [min(known[worker] for worker in replica) for replica in replicas]
         best = 1.0 / sum(speeds)
         as_is = max(part / speed for part, speed in zip(now, speeds, strict=True)) / sum(now)
         if as_is < WORTH * best:
             return now
         fastest = max(speeds)
         rounded = [max(LEAST, round(speed / fastest, 4)) for speed in speeds]
-        self.parts = dict(zip(workers, rounded, strict=True))
+        self.parts = {
+            worker: part
+            for replica, part in zip(replicas, rounded, strict=True)
+            for worker in replica
+        }
         for worker in workers:
             self.speeds[worker].fade(KEPT)
         return rounded
@@ -107,7 +116,8 @@ class Throughput:
             return None
         return {worker: speed.per_s for worker, speed in speeds.items()}
 
-    def _parts_of(self, workers: Sequence[str]) -> list[float]:
-        known = [self.parts[worker] for worker in workers if worker in self.parts]
+    def _parts_of(self, replicas: Sequence[Sequence[str]]) -> list[float]:
+        firsts = [replica[0] for replica in replicas]
+        known = [self.parts[worker] for worker in firsts if worker in self.parts]
         usual = sum(known) / len(known) if known else 1.0
-        return [self.parts.get(worker, usual) for worker in workers]
+        return [self.parts.get(worker, usual) for worker in firsts]

@@ -219,14 +219,14 @@ class Training:
             )
 
     def _on_evaluation(self) -> None:
-        workers = self.dispatcher.workers
-        if not self._evaluation.keys() >= set(workers):
+        dispatcher, reports = self.dispatcher, self._evaluation
+        if not reports.keys() >= set(dispatcher.workers):
             return
-        parts = [self._evaluation[name] for name in workers]
         self._evaluation = {}
         plan = self.plan
         if plan.awaiting:  # else a stop was requested meanwhile, and a resumed run evaluates again
-            samples, metrics = evaluation_of(parts, self.dispatcher.progress.measures)
+            parts = [reports[replica[0]] for replica in dispatcher.replicas]
+            samples, metrics = evaluation_of(parts, dispatcher.progress.measures)
             step, epoch, watch = plan.step, plan.epoch, self._run_stats.target_watch
             for option, metric in (("monitor", plan.config.monitor), ("--target", watch.metric)):
                 if metric is not None and metric.name not in metrics:
@@ -238,11 +238,11 @@ class Training:
                 samples=samples,
                 metrics=metrics,
                 best=plan.evaluated(metrics, on_target=watch.is_met(metrics)),
-                seconds=max(part.seconds for part in parts),
+                seconds=max(reports[name].seconds for name in dispatcher.workers),
             )
             reached = self._run_stats.evaluated(event, samples=plan.samples_used)
             self._note_progress(event)
             self._stream.emit(event)
             if reached is not None:
                 self._stream.emit(reached)
-        self.dispatcher.evaluated()
+        dispatcher.evaluated()

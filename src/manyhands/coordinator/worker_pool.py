@@ -44,7 +44,10 @@ class WorkerPool:
         """If true, the hosts have enough free slots to start."""
         options, servers = self._options, self._options.servers
         fewer = options.config.traits.elastic and not servers
-        workers = options.min_workers if fewer else options.workers
+        workers = options.workers
+        if fewer:
+            number = range(options.min_workers, options.workers)
+            workers = next((n for n in number if options.config.refit(n) == n), options.workers)
         return self._coordinator.launcher.has_room(workers, servers)
 
     def start_first(self) -> None:
@@ -85,9 +88,11 @@ class WorkerPool:
         self._waiting = [(role, place) for role, place in self._waiting if role != WORKER]
         roster = self._roster
         present = [name for name in self._views.workers if roster.is_alive(name)]
-        coming = [name for name in roster.names if name in roster.new and roster.is_worker(name)]
+        waiting = roster.new | roster.standby
+        coming = [name for name in roster.names if name in waiting and roster.is_worker(name)]
         for name in coming[max(0, workers - len(present)) :]:
             roster.new.discard(name)
+            roster.standby.discard(name)
             roster.kill(name)
         used = {roster.place(name) for name in (*present, *coming)}
         free = (place for place in itertools.count() if place not in used)
@@ -107,19 +112,19 @@ class WorkerPool:
 
     def change_view(self) -> None:
         """Form the next view: nothing is open, so that a worker may leave, and new members may enter."""
-        released = self._surplus
-        if released is not None:  # what it holds another member has, too
+        surplus = self._surplus
+        for released in surplus:  # what it holds another member has, too
             if released in self._leaving:
                 self._leaving.discard(released)
                 self._left_out.append(self._roster.place(released))
             self._coordinator.members[released].left = True
             self._roster.kill(released)
-        stay = [name for name in self._views.current.names if name != released]
+        stay = [name for name in self._views.current.names if name not in surplus]
         self._views.form([*stay, *self._ready])
 
     def dismiss_new(self) -> None:
         """End the members that have not joined yet: the run is over."""
-        for name in self._roster.new:
+        for name in self._roster.new | self._roster.standby:
             self._roster.kill(name)
 
     # Stragglers (see straggler_trial.py) ------------------------------------------------------
@@ -152,24 +157,29 @@ class WorkerPool:
 
     @property
     def _ready(self) -> list[str]:
-        """New members that are ready and wait to be in a view."""
+        """New members that are ready, and workers that stand by, if a view with them has more members."""
         roster, view = self._roster, self._views.current
-        ready = roster.new & roster.ready.keys() - set(view.names)
-        return [name for name in roster.names if name in ready]
+        waiting = (roster.new & roster.ready.keys() | roster.standby) - set(view.names)
+        # Those that stand by come first: they were started earlier.
+        ready = [name for name in roster.names if name in waiting]
+        num_workers = view.world + sum(map(roster.is_worker, ready))
+        more = self._options.config.refit(num_workers) > view.world
+        return [name for name in ready if more or not roster.is_worker(name)]
 
     @property
-    def _surplus(self) -> str | None:
-        """A worker that should leave. One at a time: what it serves has only one replica."""
-        workers = self._views.workers
+    def _surplus(self) -> Sequence[str]:
+        """Workers that should leave. One replica at a time: what a worker serves may have only one copy."""
+        workers, view = self._views.workers, self._views.current
         if leaving := [name for name in workers if name in self._leaving]:
-            return leaving[-1]
-        return workers[-1] if len(workers) > self.target - len(self._left_out) else None
+            return leaving[-1:]
+        too_many = len(workers) > self.target - len(self._left_out)
+        return workers[-view.replica_size :] if too_many else ()
 
     @property
     def _enough_workers(self) -> bool:
         """If true, enough workers are present or being started."""
         roster = self._roster
-        names = {*self._views.current.names, *roster.new}
+        names = {*self._views.members, *roster.new}
         waiting = sum(role == WORKER for role, _ in self._waiting) + len(self._left_out)
         alive = sum(roster.is_worker(name) and roster.is_alive(name) for name in names)
         return waiting + alive >= self.target

@@ -118,6 +118,10 @@ class ViewChanged(Event):
     """Description of where the weights are stored."""
     servers: int = 0
     """Number of dedicated servers."""
+    replica_size: int = 1
+    """Number of workers in each replica: neighbours in rank, which compute the same samples."""
+    standby: tuple[str, ...] = ()
+    """Workers that stand by: alive and in no view, because the strategy needs whole replicas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,8 @@ class StepCommitted(Event):
     """Counted from 0."""
     samples: int
     shares: Mapping[str, tuple[Range, ...]]
-    """Positions of the epoch's permutation that each member used."""
+    """Positions of the epoch's permutation that each member used. With several workers in a replica, the
+    replica's, under the name of its first worker."""
     loss: float
     """Mean over all samples of the step."""
     lr: float

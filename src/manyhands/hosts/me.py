@@ -137,6 +137,11 @@ class Me:
     def world(self) -> int:
         return self.view.world
 
+    @property
+    def replica(self) -> int:
+        """The index of this worker's replica."""
+        return self.view.replica(self.name)
+
     @contextmanager
     def view_change_on_lost_peer(self) -> Iterator[None]:
         """Raise ViewChanging in place of the error when a peer is lost: a broken link, or memory that can't

@@ -84,7 +84,8 @@ class PeerRefused(Report):
 
 @dataclass(frozen=True)
 class ViewFormed:
-    """The coordinator has formed a view that this member is in."""
+    """The coordinator has formed a view. A worker that was in the last one and is not in this one stands
+    by."""
 
     view: View
 

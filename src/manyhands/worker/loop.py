@@ -204,6 +204,9 @@ class Worker:
 
     def _on_view(self, view: View) -> None:
         self.reporter.flush()
+        if self.member.name not in view.names:
+            self.learner.close()  # it stands by, until a view that it is in
+            return
         self.me.view = view
         self._share_cores(view)
         if self._traits.wraps:
@@ -239,7 +242,9 @@ class Worker:
                     portion.ticks,
                 )
                 report = self.learner.step(share)
-            report.part, report.logged = portion.part, self.train_state.measures.take()
+            report.part, logged = portion.part, self.train_state.measures.take()
+            # The others of a replica log the same.
+            report.logged = logged if self.me.rank % self.me.view.replica_size == 0 else []
             self.member.activity.ticks += 1
             # On a GPU a step returns before it is done. Reading the losses below waits for all of them, so
             # the times of many steps add up to the real time.

@@ -1,11 +1,13 @@
 """Makes the strategies of this folder known to every process that has it on its PYTHONPATH."""
 
 from every_collective import EveryCollective
+from paired import Paired
 from sharded_by_hand import ShardedByHand
 from worker_state import Averaged, Counted
 
 from manyhands.strategies.registry import STRATEGIES
 
 STRATEGIES |= {
-    strategy.name: strategy for strategy in (ShardedByHand, Counted, Averaged, EveryCollective)
+    strategy.name: strategy
+    for strategy in (ShardedByHand, Paired, Counted, Averaged, EveryCollective)
 }

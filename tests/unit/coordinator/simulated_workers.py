@@ -1,8 +1,9 @@
 """Simulates the workers of a run at random, against the real dispatcher, plan and checkpoint tracker.
 
 The weights are the list of parts that were put into them. In lockstep a step is in them once every
-worker of the view has computed its share; otherwise each part by itself, some left out. Deaths lose
-the reports that were on their way, and whatever the members had been ordered to do.
+worker of the view has computed its share, the same for all workers of a replica; otherwise each part by
+itself, some left out. Deaths lose the reports that were on their way, and whatever the members had been
+ordered to do.
 
 In rounds, each worker computes by itself, and all wait for each other at the end of a round. Then they know,
 one after the other, that everything is in the weights. If one dies meanwhile, those who know tell the others;
@@ -109,6 +110,7 @@ class SimulatedWorkers:
         """The result of the last round, for those that do not know it yet."""
         self._uninformed: set[str] = set()
         self._num_computed: Counter[str] = Counter()
+        self._standby: list[str] = []
         self.view(self.newcomers(workers))
 
     def newcomers(self, number: int) -> list[str]:
@@ -129,6 +131,8 @@ class SimulatedWorkers:
         self.dispatcher.mark_applied(dict.fromkeys(key for key, _ in known))
         self._commit()
         self._number += 1
+        fit = self.config.refit(len(names))
+        names, self._standby = names[:fit], names[fit:]
         seats = tuple(Seat(name, "here") for name in names)
         for gone in self.writing.keys() - set(names):
             del self.writing[gone]
@@ -137,7 +141,9 @@ class SimulatedWorkers:
         self._pushed, self._evaluated = {}, set()
         self._waiting, self._uninformed = set(), set()
         self._num_computed.clear()
-        self.redone += self.dispatcher.redispatch(View(self._number, seats))
+        self.redone += self.dispatcher.redispatch(
+            View(self._number, seats, self.config.replica_size(fit))
+        )
 
     def play(self, *, deaths: int = 0, arrivals: int = 0, stop_at: int | None = None) -> None:
         arriving = False
@@ -147,16 +153,18 @@ class SimulatedWorkers:
             self.dispatcher.dispatch_ahead(pause=arriving)
             if arriving and self.dispatcher.idle:
                 assert not any(isinstance(o, TrainOrder) for a in self._agendas.values() for o in a)
-                self.view([*self._agendas, *self.newcomers(1)])
+                self.view([*self._agendas, *self._standby, *self.newcomers(1)])
                 arriving = False
                 continue
             if self._all_stopped():
                 return
             roll = self.chance.random()
-            if deaths and roll < 0.03 and len(self._agendas) > 1:
+            left = len(self._agendas) + len(self._standby) - 1
+            if deaths and roll < 0.03 and self.config.refit(left):
                 deaths -= 1
                 victim = self.chance.choice(list(self._agendas))
-                self.view([name for name in self._agendas if name != victim])
+                here = [*self._agendas, *self._standby]
+                self.view([name for name in here if name != victim])
                 arriving = False
             elif arrivals and roll < 0.06 and self.dispatcher.finishing is None:
                 arrivals -= 1
@@ -230,7 +238,7 @@ class SimulatedWorkers:
         if name not in pushed:
             pushed[name] = portion
             if len(pushed) == len(self._agendas):
-                for one in pushed.values():
+                for one in {portion.part: portion for portion in pushed.values()}.values():
                     self._apply(one)
         if len(pushed) < len(self._agendas):
             return False

@@ -35,6 +35,7 @@ IN_PARTS = WorkQueue()
 IN_MANY_PARTS = ManyParts()
 IN_ROUNDS = Rounds()
 HOLDING = Lockstep(holds_state=True)
+IN_PAIRS = Lockstep(per_replica=2)
 HOLDING_IN_PARTS = WorkQueue(holds_state=True)
 
 plan_configs = st.builds(
@@ -53,8 +54,10 @@ plan_configs = st.builds(
 @settings(max_examples=120, deadline=None)
 @given(
     plan_config=plan_configs,
-    config=st.sampled_from([IN_STEP, IN_PARTS, IN_MANY_PARTS, HOLDING, HOLDING_IN_PARTS]),
-    workers=st.integers(1, 4),
+    config=st.sampled_from(
+        [IN_STEP, IN_PARTS, IN_MANY_PARTS, HOLDING, HOLDING_IN_PARTS, IN_PAIRS, IN_PAIRS]
+    ),
+    workers=st.integers(1, 5),
     deaths=st.integers(0, 3),
     arrivals=st.integers(0, 2),
     stop_at=st.one_of(st.none(), st.integers(0, 200)),
@@ -69,6 +72,7 @@ def test_deaths_and_arrivals_use_every_sample_once(
     stop_at: int | None,
     seed: int,
 ) -> None:
+    workers = max(workers, config.replica_size(workers))
     play(plan_config, config, workers, random.Random(seed), deaths, arrivals, stop_at)
 
 

@@ -15,6 +15,7 @@ from manyhands.control.messages import EvaluationReport, StepRow
 from manyhands.coordinator.plan import StepPlan
 from manyhands.coordinator.progress import WHOLE, MemberPart, StepProgress, evaluation_of
 from manyhands.events.events import StepCommitted
+from manyhands.measure import Measure
 from manyhands.ranges import Range
 from manyhands.transport.fields import read
 
@@ -28,7 +29,7 @@ def expect(progress: StepProgress, steps: int, members: list[str]) -> None:
     for step in range(1, steps + 1):
         parts: dict[int, list[Range]] = {i: [(i, i + 1)] for i in range(len(members))}
         plan = StepPlan(step, 0, ((0, len(members)),))
-        progress.expect(plan, parts, dict(enumerate(members)))
+        progress.expect(plan, parts, {n: [name] for n, name in enumerate(members)})
 
 
 def events_of(progress: StepProgress) -> list[StepCommitted]:
@@ -295,3 +296,36 @@ def test_a_committed_step_has_all_attempts_at_its_parts() -> None:
         MemberPart("worker-1", 3, second),
         MemberPart("worker-1", 1, None),
     ]
+
+
+def test_a_part_of_a_replica_counts_once_and_all_its_workers_spend_time_and_bytes() -> None:
+    progress = StepProgress()
+    progress.measures = {"sent": Measure("sent", rule="sum")}
+    replicas = [["a", "b"], ["c", "d"]]
+    plan = StepPlan(1, 0, ((0, 6),))
+    progress.expect(plan, {0: [(0, 4)], 1: [(4, 6)]}, dict(enumerate(replicas)))
+    sent = {"measures": {"sent": (5.0, 1.0)}}
+    assert progress.add("b", row(1, 9.0, 9.0, step_s=3.0, compute_s=2.0, bytes_sent=10, **sent))
+    assert not progress.add("b", row(1, 9.0, 9.0)), "a report counts once"
+    assert not progress.add("c", row(1, 9.0, 9.0)), "its part is another"
+    assert progress.add("c", row(1, 2.0, 4.0, part=1, bytes_sent=1, **sent))
+    assert progress.add("d", row(1, 9.0, 9.0, part=1, bytes_sent=2))
+    assert events_of(progress) == []
+    assert progress.steps[0].missing == ["a"]
+    assert progress.add("a", row(1, 4.0, 1.0, bytes_sent=3))
+    (event,) = events_of(progress)
+    assert event.loss == pytest.approx((4 * 1.0 + 2 * 4.0) / 6)
+    assert event.shares == {"a": ((0, 4),), "c": ((4, 6),)}
+    assert (event.step_s, event.compute_s, event.bytes_sent) == (3.0, 1.25, 16)
+    assert event.measures == {"sent": 10.0}
+
+
+def test_one_report_of_a_replica_says_that_a_step_is_in_the_weights() -> None:
+    progress = StepProgress()
+    for step in (1, 2):
+        progress.expect(StepPlan(step, 0, ((0, 2),)), {0: [(0, 2)]}, {0: ["a", "b"]})
+    progress.add("b", row(1, 2.0, 5.0, step_s=2.0))
+    progress.settle({(1, WHOLE): (2.0, 6.0)}, whole=True)
+    (event,) = events_of(progress)
+    assert (event.step, event.loss, event.step_s) == (1, 3.0, 2.0)
+    assert len(progress) == 1

@@ -14,10 +14,14 @@ class Lockstep(Strategy):
 
     servers: int = 0
     holds_state: bool = False
+    per_replica: int = 1
 
     @property
     def traits(self) -> Traits:
         return Traits(elastic=True, holds_state=self.holds_state)
+
+    def replica_size(self, workers: int) -> int:
+        return self.per_replica
 
     def servers_for(self, workers: int) -> int:
         return self.servers

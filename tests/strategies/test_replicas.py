@@ -1,0 +1,103 @@
+"""Two workers in each replica: the same samples and random numbers for both, whole replicas in each view."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.testing import conformance, harness
+from manyhands.testing.conformance import EQUAL, Case, assert_once_an_epoch
+from manyhands.testing.harness import Finished
+
+EXTRA = Path(__file__).parent / "extra"
+PAIRED = Case("paired", workers=4)
+
+
+def scale(run: Path, workers: int, *, code: int) -> Finished:
+    with harness.command("scale", str(run), "--workers", str(workers), run=run) as asked:
+        return asked.wait(code=code)
+
+
+@pytest.fixture(autouse=True)
+def every_process_knows_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(EXTRA)
+    from paired import Paired
+
+    monkeypatch.setitem(STRATEGIES, Paired.name, Paired)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        conformance.equals_single,
+        conformance.equals_single_with_accumulation,
+        conformance.equals_single_with_own_weights,
+        conformance.repeats_and_resumes_bit_equal,
+        conformance.survives_a_kill,
+        conformance.counts_every_sample_once,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_conformance(check: Callable[[Case, Path], None], tmp_path: Path) -> None:
+    check(PAIRED, tmp_path)
+
+
+def test_a_step_counts_once_per_replica(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = PAIRED.train("Tokens", run, EQUAL)
+    (view,) = done.of("ViewChanged")
+    assert view["replica_size"] == 2
+    for step in done.steps:
+        assert set(step["shares"]) <= {"worker-0", "worker-2"}
+        assert step["measures"] == {"double": pytest.approx(2 * step["loss"], rel=1e-5)}
+    alone = Case("single", workers=1).train("Tokens", tmp_path / "alone")
+    assert done.losses == pytest.approx(alone.losses, rel=1e-5)
+    pairs = Case("allreduce", workers=4).train("Tokens", tmp_path / "allreduce", EQUAL)
+    for ours, theirs in zip(done.steps, pairs.steps, strict=True):
+        assert ours["bytes_sent"] == theirs["bytes_sent"], "those of all four workers"
+
+
+def test_a_worker_that_is_left_over_stands_by_until_there_is_another(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = PAIRED.arguments("Regression", run, pause_s=0.1, epochs=8)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(4)
+        running.kill("worker-0")
+        done = running.wait(code=0)
+    views = [(view["members"], view["standby"]) for view in done.of("ViewChanged")]
+    assert views == [
+        (["worker-0", "worker-1", "worker-2", "worker-3"], []),
+        (["worker-2", "worker-3"], ["worker-1"]),
+        (["worker-2", "worker-3", "worker-1", "worker-4"], []),
+    ]
+    assert "worker-1 stands by: a replica has 2 workers, and 3 are left" in done.err + done.out
+    assert_once_an_epoch(done, epochs=8)
+    assert {name for step in done.steps[-3:] for name in step["shares"]} == {"worker-2", "worker-1"}
+    alone = Case("single", workers=1).train("Regression", tmp_path / "alone", epochs=8)
+    assert done.losses[-1] == pytest.approx(alone.losses[-1], rel=1e-5)
+
+
+def test_a_run_is_resized_by_whole_replicas(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = PAIRED.arguments("Regression", run, pause_s=0.1, epochs=8)
+    with harness.command(*arguments, run=run) as running:
+        running.wait_for_step(3)
+        assert "paired trains with whole replicas of 2 workers" in scale(run, 3, code=2).err
+        scale(run, 2, code=0)
+        done = running.wait(code=0)
+    last = done.of("ViewChanged")[-1]
+    assert (last["members"], last["standby"]) == (["worker-0", "worker-1"], [])
+    assert not done.of("MemberLost")
+    assert_once_an_epoch(done, epochs=8)
+
+
+def test_a_number_of_workers_that_makes_no_whole_replicas_is_refused(tmp_path: Path) -> None:
+    done = harness.train("Regression", tmp_path / "run", strategy="paired", workers=3)
+    assert done.code == 2
+    assert "--workers 3: paired trains with whole replicas of 2 workers" in done.err
+    assert "--workers 2" in done.err
