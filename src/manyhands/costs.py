@@ -222,6 +222,16 @@ def ring(
             yield Transfer(source, members[(i + 1) % n], each, what, after)
 
 
+def all_to_all(
+    members: Sequence[str], num_bytes: int, what: str, *, after: float = 1.0
+) -> Iterator[Transfer]:
+    """Yield the transfers of an all-to-all: each member sends a part of so many bytes to each other one."""
+    for source in members:
+        for to in members:
+            if to != source:
+                yield Transfer(source, to, num_bytes, what, after)
+
+
 def all_gather(members: Sequence[str], num_bytes: int | None, what: str) -> Iterator[Transfer]:
     """Yield the transfers of an all-gather around a ring: each member sends n-1 times its bytes."""
     n = len(members)

@@ -5,10 +5,7 @@ codec, a precision. Each strategy declares in its own file what it refuses and w
 codec or a precision is refused with every strategy that it does not declare to work with. Everything else can
 be combined. strategies/pairs.py checks a run against this, and makes the table in the documentation.
 
-A new codec or precision registers its own row:
-
-    INT8 = register(Feature("int8", CODEC, "...", means="--strategy 'allreduce + int8'",
-                            works_with=("allreduce",)))
+A new codec or precision registers its own row; codecs/int8.py does.
 """
 
 from __future__ import annotations

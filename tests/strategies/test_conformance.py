@@ -126,6 +126,15 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
 ]
 
 
+CODED: list[tuple[Case, tuple[Check, ...]]] = [
+    (
+        Case("allreduce + int8", workers=2, fields=WIDE),
+        (repeats_and_resumes_bit_equal, survives_a_kill, reports_the_bytes_it_sends),
+    ),
+]
+"""Codecs. A test with threads has the other checks."""
+
+
 @pytest.mark.parametrize(
     ("case", "check"),
     [
@@ -165,11 +174,11 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
                 or "servers=1" in case.strategy
             ),
         )
-        for case, checks in SERVED
+        for case, checks in (*SERVED, *CODED)
         for check in checks
     ],
 )
-def test_conformance_of_parameter_servers(case: Case, check: Check, tmp_path: Path) -> None:
+def test_conformance_in_selected_checks(case: Case, check: Check, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 

@@ -14,6 +14,7 @@ CASES = [
         ("single", 1),
         ("allreduce", 2),
         ("allreduce", 4),
+        ("allreduce + int8", 3),
         ("ps:sync", 2),
         ("ps:sync(transport=tcp)", 3),
         ("ps:sync(placement=dedicated)", 2),

@@ -216,6 +216,11 @@ def test_the_example_of_a_strategy_trains_like_single(monkeypatch: pytest.Monkey
     assert trained("summed") == trained("single")
 
 
+def test_the_example_of_a_codec_is_the_real_one() -> None:
+    page = ROOT / "docs" / "strategies" / "codecs.md"
+    assert code_blocks(page)[0] == (SOURCE / "codecs" / "int8.py").read_text()
+
+
 def trained(strategy: str) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)

@@ -24,6 +24,7 @@ LAYERS = [
     {"strategies"},
     {"ps"},
     {"collectives"},
+    {"codecs"},
     {"compute"},
     {"word2vec"},
     {"embeddings"},

@@ -20,8 +20,9 @@ OPERATION = "its group gives an operation a timeout"
 SHORT = "what it waits for has deadlines of its own"
 
 REASONS = {
+    "collectives/compressed.py": {"each.work.wait()": OPERATION},
     "collectives/group.py": {"made.barrier().wait()": OPERATION, "work.wait()": OPERATION},
-    "collectives/reducer.py": {"bucket.work.wait()": OPERATION},
+    "collectives/reducer.py": {"self._notes_work.wait()": OPERATION, "work.wait()": OPERATION},
     "collectives/state_transfer.py": {"link.recv()": LINK, "self._over.wait()": SHORT},
     "hosts/agent.py": {"handle.wait()": PROCESS},
     "hosts/launchers/local.py": {"self._process.wait()": PROCESS, "handle.wait()": PROCESS},

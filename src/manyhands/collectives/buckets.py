@@ -1,4 +1,4 @@
-"""Parameters in buckets, whose gradients are sent together. Pure."""
+"""Parameters in buckets, whose gradients are sent together, and buckets in parts. Pure."""
 
 from __future__ import annotations
 
@@ -25,3 +25,9 @@ def in_buckets(parameters: Sequence[tuple[Hashable, int]], *, bucket_bytes: int)
         buckets[-1].append(number)
         size += num_bytes
     return buckets
+
+
+def part_of(numel: int, *, workers: int) -> int:
+    """Return the size of the parts into which a buffer is cut, one for each worker. The last ones may not be
+    filled."""
+    return -(-numel // workers)

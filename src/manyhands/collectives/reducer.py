@@ -15,6 +15,8 @@ worker.
 Beside the gradients go notes in float64: weight and loss of the step, and for each parameter the number of
 workers with a gradient. They are sent right after the last bucket, without waiting for it.
 
+A codec changes what a bucket is on the wire (compressed.py); without one it is an all-reduce.
+
 Requires only that all workers have the same parameters. Cost: one copy of each gradient, a few microseconds
 of Python per parameter, and the notes: one small all-reduce.
 """
@@ -25,11 +27,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from manyhands.codecs.codec import PLAIN, Codec
 from manyhands.collectives.buckets import NOTES, in_buckets
+from manyhands.collectives.compressed import CompressedExchange
 from manyhands.collectives.group import Group, Work
 
 
@@ -39,14 +44,47 @@ class Bucket:
     members: list[int] = field(default_factory=list)
     """Indices of its parameters."""
     missing: set[int] = field(default_factory=set)
-    work: Work | None = None
+
+
+class Exchange(Protocol):
+    """How buffers are summed over all workers."""
+
+    def begin(self, flat: Tensor) -> None:
+        """Start with a buffer, which must not be touched before `finish`."""
+
+    def finish(self) -> None:
+        """Wait until all buffers hold the sums."""
+
+
+class PlainExchange:
+    """One all-reduce for each buffer."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._works: list[Work] = []
+
+    def begin(self, flat: Tensor) -> None:
+        self._works.append(self._group.all_reduce(flat, async_op=True))
+
+    def finish(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
 
 
 class Reducer:
     def __init__(
-        self, group: Group, parameters: Sequence[nn.Parameter], *, bucket_bytes: int
+        self,
+        group: Group,
+        parameters: Sequence[nn.Parameter],
+        *,
+        bucket_bytes: int,
+        codec: Codec = PLAIN,
     ) -> None:
         self._group = group
+        self._exchange: Exchange = (
+            PlainExchange(group) if codec.sums_on_wire else CompressedExchange(group, codec)
+        )
         self._parameters = list(parameters)
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
@@ -72,7 +110,7 @@ class Reducer:
         self._sent, self._notes_work = 0, None
         self.sums.zero_()
         for bucket in self.buckets:
-            bucket.missing, bucket.work = set(bucket.members), None
+            bucket.missing = set(bucket.members)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -99,9 +137,9 @@ class Reducer:
             self._send(unused)
         if not self.buckets:
             self._send_notes(())
-        for work in (*(bucket.work for bucket in self.buckets), self._notes_work):
-            assert work is not None
-            work.wait()
+        self._exchange.finish()
+        assert self._notes_work is not None
+        self._notes_work.wait()
         if unused:  # only then, because reading waits for the GPU
             counts = self._used.tolist()
             for number in unused:
@@ -122,7 +160,7 @@ class Reducer:
     def _send(self, unused: Sequence[int]) -> None:
         bucket = self.buckets[self._sent]
         self._sent += 1
-        bucket.work = self._group.all_reduce(bucket.flat, async_op=True)
+        self._exchange.begin(bucket.flat)
         if bucket is self.buckets[-1]:
             self._send_notes(unused)
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from manyhands.collectives.buckets import NOTES, in_buckets
+from manyhands.codecs.codec import PLAIN, Codec
+from manyhands.collectives.buckets import NOTES, in_buckets, part_of
 from manyhands.contract import (
     WHOLE,
     AppliedPart,
@@ -36,6 +37,7 @@ from manyhands.costs import (
     MemoryUse,
     Transfer,
     all_gather,
+    all_to_all,
     replicated_model,
     ring,
     scaled,
@@ -77,11 +79,14 @@ class AllReduce(Strategy):
 
     tls: bool = False
     """If true, gradients between workers are encrypted; torch's gloo must be built with TLS."""
+    codec: Codec = field(default=PLAIN, kw_only=True)
+    """What gradients look like on the wire; not an option, but what follows it in a spec."""
 
     @property
     def traits(self) -> Traits:
         shared = self.tables == "shared"
-        return Traits(elastic=True, equals_single=not shared, shares_memory=shared)
+        exact = not shared and self.codec.exact
+        return Traits(elastic=True, equals_single=exact, shares_memory=shared)
 
     @property
     def unsupported(self) -> tuple[Unsupported, ...]:
@@ -126,9 +131,15 @@ class AllReduce(Strategy):
         limit = self.bucket_bytes(model.gradient_bytes, one_host=view.one_host)
         for bucket in in_buckets(sizes, bucket_bytes=limit):
             parameters = [model.trained[number] for number in bucket]
-            num_bytes = sum(p.num_bytes for p in parameters)
             after = model.complete_after[parameters[-1].name]
-            found += ring(workers, num_bytes, "gradients", after=after)
+            if self.codec.sums_on_wire:
+                num_bytes = sum(p.num_bytes for p in parameters)
+                found += ring(workers, num_bytes, "gradients", after=after)
+            else:
+                numel = sum(p.numel for p in parameters)
+                part_bytes = self.codec.wire_bytes(part_of(numel, workers=len(workers)))
+                found += all_to_all(workers, part_bytes, "gradients", after=after)
+                found += all_gather(workers, part_bytes, "sums of gradients")
         found += ring(workers, 8 * (NOTES + len(sizes)), "notes")
         if self.tables == "replicated":
             for table in model.tables:
@@ -138,7 +149,11 @@ class AllReduce(Strategy):
         return found
 
     def memory(self, facts: CostFacts) -> Sequence[MemoryUse]:
-        return replicated_model(facts, tables_of="host" if self.tables == "shared" else "worker")
+        uses = replicated_model(facts, tables_of="host" if self.tables == "shared" else "worker")
+        if not self.codec.sums_on_wire and facts.workers > 1:
+            numel = sum(p.numel for p in facts.model.trained)
+            uses.append(MemoryUse("worker", "encoded gradients", 2 * self.codec.wire_bytes(numel)))
+        return uses
 
     def build(self, context: Context) -> Learner:
         return AllReduceLearner(self, context)
@@ -221,7 +236,9 @@ class AllReduceLearner(Learner):
         bucket_bytes = self._config.bucket_bytes(whole, one_host=view.one_host)
         if not view.one_host:
             self._weights_first = WeightsFirst(self.train_state.model)
-        self._reducer = Reducer(self._group, self._parameters, bucket_bytes=bucket_bytes)
+        self._reducer = Reducer(
+            self._group, self._parameters, bucket_bytes=bucket_bytes, codec=self._config.codec
+        )
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import ReplicatedTables, SharedTables
 

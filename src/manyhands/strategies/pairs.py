@@ -11,33 +11,64 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
+from manyhands.codecs.codec import PLAIN, Codec
 from manyhands.contract import Strategy, Traits
 from manyhands.errors import SpecError
-from manyhands.pairs import KINDS, OWN_LOOP, WORKERS, Feature, Unsupported, features
-from manyhands.strategies.registry import STRATEGIES, spec_of
+from manyhands.pairs import CODEC, KINDS, OWN_LOOP, WORKERS, Feature, Unsupported, features
+from manyhands.strategies.registry import STRATEGIES, codec_of, spec_of, takes_codec, with_codec
 
 Given = Mapping[Feature, str]
 """The features of a run, each as it was given: `--scale-batch linear`, `the table users of the model`."""
 
 
 def check_pairs(config: Strategy, given: Given, *, workers: int) -> None:
-    """Raise SpecError if the strategy can't be combined with what is given. The error names the nearest
-    strategy that can, and what to type."""
+    """Raise SpecError if the strategy, with its codec, can't be combined with what is given. The error names
+    the nearest strategy that can, and what to type."""
+    codec = codec_of(config)
     if workers > 1:
         given = {WORKERS: f"--workers {workers}", **given}
+    if codec.feature is not None:
+        given = {codec.feature: codec.name, **given}
     refusal = refusal_of(config, given)
-    if refusal is None:
-        return
+    if refusal is not None:
+        raise _error(config, codec, given, refusal, workers=workers)
+
+
+def nearest_with(config: Strategy, codec: Codec) -> str | None:
+    """Return the spec of this strategy with the codec, or of the one most like it that works with it."""
+    if takes_codec(type(config)):
+        return spec_of(with_codec(config, codec))
+    given = [] if codec.feature is None else [codec.feature]
+    return nearest(config, given, workers=config.traits.default_workers, codec=codec)
+
+
+def refused_codec(config: Strategy, codec: Codec) -> SpecError:
+    """Return the error of a strategy that takes no codec."""
+    assert codec.feature is not None, codec
+    given = {codec.feature: codec.name}
+    refusal = refusal_of(config, given)
+    assert refusal is not None, f"{config} takes no codec, and {codec.name} works with it"
+    return _error(config, codec, given, refusal, workers=config.traits.default_workers)
+
+
+def _error(
+    config: Strategy, codec: Codec, given: Given, refusal: Unsupported, *, workers: int
+) -> SpecError:
     feature, typed = refusal.feature, given[refusal.feature]
-    ways = [feature.without] if feature.without else []
-    if near := nearest(config, given, workers=workers, first=refusal.instead):
+    plain = with_codec(config, PLAIN)
+    without = (
+        f"--strategy {shlex.quote(spec_of(plain))}" if feature.kind == CODEC else feature.without
+    )
+    ways = [without] if without else []
+    if near := nearest(config, given, workers=workers, first=refusal.instead, codec=codec):
         flag = f" {typed}" if typed.startswith("--") else ""
         own_loop = OWN_LOOP in given
         ways.insert(
             0, f'mh.join("{near}")' if own_loop else f"--strategy {shlex.quote(near)}{flag}"
         )
     use = f" Use  {'  or  '.join(ways)}." if ways else ""
-    raise SpecError(f"{typed} does not work with {spec_of(config)}: {refusal.why}.{use}")
+    subject = spec_of(plain if feature.kind == CODEC else config)
+    return SpecError(f"{typed} does not work with {subject}: {refusal.why}.{use}")
 
 
 def refusal_of(config: Strategy, given: Collection[Feature]) -> Unsupported | None:
@@ -57,12 +88,17 @@ def refusal_of(config: Strategy, given: Collection[Feature]) -> Unsupported | No
 
 
 def nearest(
-    config: Strategy, given: Collection[Feature], *, workers: int, first: str = ""
+    config: Strategy,
+    given: Collection[Feature],
+    *,
+    workers: int,
+    first: str = "",
+    codec: Codec = PLAIN,
 ) -> str | None:
-    """Return the spec of the strategy most like this one that can be combined with the features; `first` if
-    it can."""
+    """Return the spec of the strategy most like this one that can be combined with the features, with the
+    codec; the strategy `first` if it can."""
     for candidate in sorted(
-        _candidates(config), key=lambda it: (it.name != first, _distance(config, it))
+        _candidates(config, codec), key=lambda it: (it.name != first, _distance(config, it))
     ):
         try:
             candidate.check(workers)
@@ -73,8 +109,15 @@ def nearest(
     return None
 
 
-def _candidates(config: Strategy) -> Iterator[Strategy]:
-    """Yield this strategy with other options, then all others with their defaults."""
+def _candidates(config: Strategy, codec: Codec) -> Iterator[Strategy]:
+    """Yield this strategy with other options, then all others with their defaults; those that take the
+    codec."""
+    for candidate in _plain_candidates(config):
+        if codec == PLAIN or takes_codec(type(candidate)):
+            yield with_codec(candidate, codec)
+
+
+def _plain_candidates(config: Strategy) -> Iterator[Strategy]:
     cls = type(config)
     defaults = {field.name: field.default for field in fields(cls)}
     for variant in cls.variants:
@@ -86,13 +129,15 @@ def _candidates(config: Strategy) -> Iterator[Strategy]:
 
 
 def _distance(config: Strategy, other: Strategy) -> int:
-    """Count in how many facts two strategies differ. Another family (`ps:`) counts as many."""
+    """Count in how many facts two strategies differ. Another family (`ps:`) counts as many, and so do options
+    of another strategy that are not its defaults."""
     families = {each.name.partition(":")[0] for each in (config, other)}
     ours, theirs = config.traits, other.traits
     differ = sum(getattr(ours, f.name) != getattr(theirs, f.name) for f in fields(Traits))
     if type(config) is type(other):
         return differ - 100
-    return differ + 20 * (len(families) - 1)
+    has_options = with_codec(other, PLAIN) != type(other)()
+    return differ + 20 * (len(families) - 1) + 10 * has_options
 
 
 # The table ------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ import typing
 from types import NoneType
 from typing import Any
 
+from manyhands.codecs.codec import PLAIN, Codec
+from manyhands.codecs.registry import CODECS
+from manyhands.codecs.registry import PLANNED as PLANNED_CODECS
 from manyhands.contract import Strategy
 from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
@@ -19,6 +22,9 @@ STRATEGIES: dict[str, type[Strategy]] = {
     cls.name: cls for cls in (Single, AllReduce, PsSync, PsAsync, PsSsp, PsBackup)
 }
 
+CODEC_FIELD = "codec"
+"""The field of a strategy that takes codecs. It is not an option: `+ NAME` sets it."""
+
 PLANNED = {
     "local": "allreduce",
     "diloco": "allreduce",
@@ -27,7 +33,6 @@ PLANNED = {
     "mesh": "allreduce",
 }
 """Strategies that don't exist yet, and for each the nearest one that does."""
-PLANNED_CODECS = ("int8", "fp8", "fp16", "bf16", "topk", "randomk", "powersgd", "signsgd", "onebit")
 OTHER_NAMES = {
     **dict.fromkeys(
         ("ddp", "dp", "dataparallel", "horovod", "mirrored", "all-reduce"), "allreduce"
@@ -47,24 +52,56 @@ REMOVED_OPTIONS = {
 
 
 def make_strategy(text: str) -> Strategy:
-    """Make the config of a spec such as `allreduce(bucket_mb=10)`."""
+    """Make the config of a spec such as `allreduce(bucket_mb=10)` or `allreduce + int8`."""
     spec = parse_spec(text)
     cls = STRATEGIES.get(spec.strategy.name)
     if cls is None:
         raise SpecError(_no_strategy(spec.strategy.name))
-    if spec.codecs:
-        raise SpecError(_no_codec(text, spec))
-    return cls(**_options(cls, spec.strategy))
+    config = cls(**_options(cls, spec.strategy))
+    if not spec.codecs:
+        return config
+    codec = _make_codec(config, spec)
+    if takes_codec(cls):
+        return with_codec(config, codec)
+    from manyhands.strategies.pairs import refused_codec  # which imports this module
+
+    raise refused_codec(config, codec)
+
+
+def takes_codec(cls: type[Strategy]) -> bool:
+    """If true, the strategy has a field `codec` for the codec that follows it in a spec."""
+    return any(field.name == CODEC_FIELD for field in dataclasses.fields(cls))
+
+
+def codec_of(config: Strategy) -> Codec:
+    """Return the codec of a config; `PLAIN` if it has none."""
+    codec: Codec = getattr(config, CODEC_FIELD, PLAIN)
+    return codec
+
+
+def with_codec(config: Strategy, codec: Codec) -> Strategy:
+    """Return the same config with another codec, which it must take unless it is `PLAIN`."""
+    if not takes_codec(type(config)):
+        assert codec == PLAIN, f"{config} takes no codec"
+        return config
+    changed: dict[str, Any] = {CODEC_FIELD: codec}
+    return dataclasses.replace(config, **changed)
 
 
 def spec_of(config: Strategy) -> str:
     """Return the shortest spec that makes this config."""
+    codec = codec_of(config)
+    codecs = () if codec == PLAIN else (_part_of(codec),)
+    return str(Spec(_part_of(config), codecs))
+
+
+def _part_of(config: Strategy | Codec) -> SpecPart:
     changed = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
-        if getattr(config, field.name) != field.default
+        if field.name != CODEC_FIELD and getattr(config, field.name) != field.default
     }
-    return str(SpecPart(config.name, changed))
+    return SpecPart(config.name, changed)
 
 
 def _no_strategy(name: str) -> str:
@@ -90,22 +127,42 @@ def _no_strategy(name: str) -> str:
     return f"There is no strategy {name!r}{closest(name, [*STRATEGIES, *PLANNED])} {there}"
 
 
-def _no_codec(text: str, spec: Spec) -> str:
-    names = [part.name for part in spec.codecs]
-    unknown = [name for name in names if name.lower() not in PLANNED_CODECS]
-    if unknown:
-        known = closest(unknown[0], PLANNED_CODECS)
-        planned = f"there is no codec {unknown[0]!r}{known} Codecs are planned. Today"
+def _make_codec(config: Strategy, spec: Spec) -> Codec:
+    """Make the codec of a spec; it has at least one."""
+    first = spec.codecs[0]
+    cls = CODECS.get(first.name)
+    if cls is None:
+        raise SpecError(_no_codec(first.name, config))
+    if len(spec.codecs) > 1:
+        alone = shlex.quote(str(Spec(spec.strategy, spec.codecs[:1])))
+        raise SpecError(
+            f"{spec}: one codec can be used, not {len(spec.codecs)}. Type  --strategy {alone}"
+        )
+    codec = cls(**_options(cls, first))
+    codec.check()
+    return codec
+
+
+def _no_codec(name: str, config: Strategy) -> str:
+    """Say what to type instead."""
+    from manyhands.strategies.pairs import nearest_with  # which imports this module
+
+    there, lower = f"There are: {', '.join(CODECS)}.", name.lower()
+    if lower in CODECS:
+        meant = lower
+        begin = f"There is no codec {name!r}: it is called {meant!r} here."
+    elif lower in PLANNED_CODECS:
+        meant = PLANNED_CODECS[lower]
+        begin = f"The codec {name!r} is planned and doesn't exist yet. {there}"
     else:
-        planned = f"{' + '.join(names)} is planned. Today"
-    return (
-        f"{text}: {planned} {spec.strategy.name} sends plain gradients and can't be combined with "
-        f"{' + '.join(names)}. Write  --strategy {shlex.quote(str(spec.strategy))}"
-    )
+        known = [*CODECS, *PLANNED_CODECS]
+        return f"There is no codec {name!r}{closest(name, known)} {there}"
+    near = nearest_with(config, CODECS[meant]())
+    return f"{begin} Type  --strategy {shlex.quote(near)}" if near else begin
 
 
-def _options(cls: type[Strategy], part: SpecPart) -> dict[str, Any]:
-    fields = {field.name for field in dataclasses.fields(cls)}
+def _options(cls: type[Strategy] | type[Codec], part: SpecPart) -> dict[str, Any]:
+    fields = {field.name for field in dataclasses.fields(cls)} - {CODEC_FIELD}
     hints = typing.get_type_hints(cls)
     for key, value in part.options.items():
         if instead := REMOVED_OPTIONS.get(f"{cls.name}({key})"):

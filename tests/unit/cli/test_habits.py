@@ -76,9 +76,12 @@ def test_correct_uses_of_set_are_accepted() -> None:
         ("gossip", "'gossip' is planned .* --strategy ps:async"),
         ("sharded", "'sharded' is planned"),
         ("mesh", "'mesh' is planned"),
-        ("allreduce + int8", "int8 is planned. Today allreduce .* Write  --strategy allreduce$"),
-        ("ps:sync(servers=2) + topk", r"topk is planned. .* --strategy 'ps:sync\(servers=2\)'$"),
-        ("allreduce + int9", "no codec 'int9'; did you mean 'int8'. Codecs are planned"),
+        (
+            "allreduce + topk",
+            r"'topk' is planned .* There are: int8. Type  --strategy allreduce\+int8$",
+        ),
+        ("ps:sync(servers=2) + topk", r"'topk' is planned .* Type  --strategy allreduce\+int8$"),
+        ("allreduce + int9", "no codec 'int9'; did you mean 'int8'. There are: int8"),
         ("allreduc", "did you mean 'allreduce'"),
     ],
 )

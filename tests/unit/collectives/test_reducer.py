@@ -85,6 +85,46 @@ print("same")
 """
 )
 
+CODED = (
+    COMMON
+    + """
+from manyhands.codecs.int8 import Int8
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(100, 301), nn.Linear(301, 3))
+unused = nn.Parameter(torch.ones(3))
+parameters = [*model.parameters(), unused]
+reducer = Reducer(group, parameters, bucket_bytes=2000, codec=Int8())
+assert len(reducer.buckets) > 1
+for repeat in range(3):
+    for parameter in parameters:
+        parameter.grad = None
+    def loss(who):
+        inputs = torch.randn(4, 100, generator=torch.Generator().manual_seed(10 * repeat + who))
+        return model(inputs).square().mean()
+    exact = [torch.zeros_like(p) for p in model.parameters()]
+    for who in range(world):
+        found = torch.autograd.grad(loss(who), list(model.parameters()))
+        exact = [total + each for total, each in zip(exact, found)]
+    reducer.begin()
+    reducer.note(1.0, float(rank))
+    loss(rank).backward()
+    reducer.finish()
+    assert unused.grad is None
+    assert reducer.sums.tolist() == [world, sum(range(world))]
+    mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+    everywhere = torch.empty(world * len(mine))
+    group.all_gather(mine, into=everywhere)
+    assert all(torch.equal(mine, other) for other in everywhere.chunk(world))
+    expected = torch.cat([each.flatten() for each in exact])
+    assert not torch.equal(mine, expected)
+    assert (mine - expected).norm() < 0.02 * expected.norm()
+reducer.close()
+group.close()
+print("alike")
+"""
+)
+
 CUT = (
     COMMON
     + """
@@ -175,6 +215,11 @@ def run(code: str, folder: Path, *arguments: str, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_every_worker_gets_the_sum_of_all_gradients(world: int, tmp_path: Path) -> None:
     assert run(SUMS, tmp_path, world=world) == ["same"] * world
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_all_workers_decode_the_same_sums(world: int, tmp_path: Path) -> None:
+    assert run(CODED, tmp_path, world=world) == ["alike"] * world
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])

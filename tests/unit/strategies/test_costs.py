@@ -125,6 +125,23 @@ def test_buckets_leave_while_backward_runs() -> None:
     assert known_bytes(found) == M + 8 * (2 + LAYERS)
 
 
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_a_codec_makes_gradients_smaller_and_nothing_else(workers: int) -> None:
+    view = members(workers)
+    plain, coded = traffic("allreduce", view), traffic("allreduce + int8(chunk=512)", view)
+    ratio = known_bytes([t for t in coded if "gradients" in t.what]) / known_bytes(
+        [t for t in plain if "gradients" in t.what]
+    )
+    assert ratio == pytest.approx(1 / 4 + 1 / 512, rel=1e-4)
+    others = [[t for t in found if "gradients" not in t.what] for found in (plain, coded)]
+    assert others[0] == others[1]
+    assert len(set(sent_by(coded).values())) == 1
+    assert {t.after for t in coded if t.what == "sums of gradients"} == {1.0}
+    uses = memory("allreduce + int8(chunk=512)", workers=workers)
+    assert uses["encoded gradients"] == pytest.approx(2 * ratio * M * workers, rel=1e-4)
+    assert not memory("allreduce + int8", workers=1)["encoded gradients"]
+
+
 def test_buckets_are_smaller_between_hosts() -> None:
     inside = traffic("allreduce", members(2))
     between = traffic("allreduce", members(2, hosts=2))

@@ -80,6 +80,8 @@ def try_it(spec: str, feature: Feature, *also: Feature | None) -> None:
     """Do what a user does who wants this feature with this strategy; raise what the user would see."""
     workers = 1 if spec == "single" and feature != WORKERS else 3
     hosts = pairs.HOSTS in (feature, *also)
+    if feature.kind == CODEC and feature.name not in spec:
+        spec = f"{spec}+{feature.name}"
     flags = ["--strategy", spec, "--workers", str(workers), *FLAGS.get(feature, [])]
     if feature == pairs.OWN_LOOP:
         with manyhands.join(spec, device="cpu"):
@@ -130,8 +132,13 @@ def test_a_refused_pair_is_refused_with_one_that_works(
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.spec)
 def test_what_is_not_refused_is_accepted(row: StrategyRow) -> None:
-    for feature in {*FLAGS, *JOBS, pairs.HOSTS, pairs.GPUS, pairs.SHRINKING} - row.refused.keys():
+    codecs = {feature for feature in pairs.features() if feature.kind == CODEC}
+    assert codecs
+    others = {*FLAGS, *JOBS, pairs.HOSTS, pairs.GPUS, pairs.SHRINKING}
+    for feature in (others | codecs) - row.refused.keys():
         try_it(row.spec, feature)
+        for codec in codecs - row.refused.keys():
+            try_it(f"{row.spec}+{codec.name}", feature)
 
 
 def test_a_codec_works_only_with_what_it_was_shown_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +163,16 @@ def test_a_codec_works_only_with_what_it_was_shown_to(monkeypatch: pytest.Monkey
     assert refusal is not None
     assert refusal.why == "it has no residuals there"
     assert "| one bit (`+ tiny`) | no (" in table.markdown()
+
+
+def test_the_nearest_keeps_the_codec() -> None:
+    config = make_strategy("allreduce(tables=shared) + int8(chunk=512)")
+    with pytest.raises(SpecError) as caught:
+        check_pairs(config, {pairs.TABLES: "a table", pairs.HOSTS: "two hosts"}, workers=2)
+    assert "does not work with allreduce(tables=shared)+int8(chunk=512): tables=shared" in str(
+        caught.value
+    )
+    assert "Use  --strategy 'allreduce+int8(chunk=512)'." in str(caught.value)
 
 
 def test_no_two_features_have_one_name() -> None:

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manyhands.codecs.codec import PLAIN
+from manyhands.codecs.int8 import Int8
 from manyhands.errors import SpecError
 from manyhands.strategies.allreduce import AllReduce
 from manyhands.strategies.registry import STRATEGIES, make_strategy, spec_of
@@ -33,10 +35,30 @@ from manyhands.strategies.single import Single
         ("allreduce(bucket_mb=none)", "bucket_mb must be a whole number, and is None"),
         ("allreduce(tables=1)", "tables must be replicated or shared, and is 1"),
         ("allreduce(tables=maybe)", "must be replicated or shared, and is 'maybe'"),
-        ("allreduce + int8", r"can't be combined with int8. Write  --strategy allreduce"),
+        ("allreduce + int9", "There is no codec 'int9'; did you mean 'int8'"),
+        ("allreduce + zzzz", r"There is no codec 'zzzz'\. There are: int8"),
+        ("allreduce + INT8", r"is called 'int8' here\. Type  --strategy allreduce\+int8$"),
         (
-            "allreduce(bucket_mb=9)+topk+sign",
-            r"topk \+ sign. Write  --strategy 'allreduce\(bucket_mb=9\)'",
+            "allreduce(bucket_mb=9)+topk+int8",
+            r"'topk' is planned .* Type  --strategy 'allreduce\(bucket_mb=9\)\+int8'$",
+        ),
+        ("allreduce + int8(chunks=3)", "int8 has no option 'chunks'; did you mean 'chunk'"),
+        ("allreduce + int8(q=3)", r"int8 has no option 'q'\. Its options: chunk"),
+        ("allreduce + int8(chunk=big)", "chunk must be a whole number, and is 'big'"),
+        ("allreduce + int8(chunk=3)", "chunk=3; 16 to 65536 numbers .* such as chunk=256"),
+        ("allreduce(codec=int8)", "allreduce has no option 'codec'"),
+        (
+            "allreduce + int8(chunk=64) + int8",
+            r"one codec can be used, not 2\. Type  --strategy 'allreduce\+int8\(chunk=64\)'",
+        ),
+        (
+            "ps:sync(servers=2) + int8",
+            r"int8 does not work with ps:sync\(servers=2\): it was tested only with allreduce\. "
+            r"Use  --strategy allreduce\+int8  or  --strategy 'ps:sync\(servers=2\)'\.$",
+        ),
+        (
+            "single + int8(chunk=64)",
+            r"Use  --strategy 'allreduce\+int8\(chunk=64\)'  or  --strategy single",
         ),
         ("allreduce(", "does not parse"),
     ],
@@ -64,6 +86,8 @@ def test_any_option_is_accepted_or_a_spec_error(name: str, key: str, value: str)
         ("allreduce(bucket_mb=25)", "allreduce"),
         (" allreduce ( bucket_mb = 10 ) ", "allreduce(bucket_mb=10)"),
         ("allreduce(tables=shared,bucket_mb=25)", "allreduce(tables=shared)"),
+        ("allreduce + int8(chunk=256)", "allreduce+int8"),
+        ("allreduce(bucket_mb=10) + int8(chunk=512)", "allreduce(bucket_mb=10)+int8(chunk=512)"),
     ],
 )
 def test_the_shortest_spec_makes_the_same_config(text: str, shortest: str) -> None:
@@ -73,9 +97,10 @@ def test_the_shortest_spec_makes_the_same_config(text: str, shortest: str) -> No
 
 
 tables = st.sampled_from(["replicated", "shared"])
+codecs = st.just(PLAIN) | st.builds(Int8, st.integers(16, 65_536))
 
 
-@given(st.builds(AllReduce, st.integers(1, 999), tables) | st.just(Single()))
+@given(st.builds(AllReduce, st.integers(1, 999), tables, codec=codecs) | st.just(Single()))
 def test_every_config_has_a_spec(config: AllReduce | Single) -> None:
     assert make_strategy(spec_of(config)) == config
 
