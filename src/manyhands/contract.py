@@ -43,7 +43,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from manyhands.costs import CostFacts, MemoryUse, Transfer
 from manyhands.errors import SpecError
-from manyhands.pairs import ELASTIC, OWN_LOOP, SERVERS, SHRINKING, Unsupported
+from manyhands.pairs import (
+    ELASTIC,
+    OWN_LOOP,
+    ROW_MODEL,
+    SERVERS,
+    SHRINKING,
+    TABLES,
+    Unsupported,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -90,6 +98,9 @@ class Traits:
     wraps: bool = False
     """If true, `Learner.wrap` lays the model out over the workers of a view, in each view, always with a new
     model. Otherwise everything is built before the first view, and `wrap` does nothing."""
+    uniform: bool = False
+    """If true, all workers make equally many forwards: equal numbers of micro-batches in a step, and of
+    batches in an evaluation. What a worker lacks are samples of weight 0."""
     dedicated_servers: bool = False
     """If true, the options `placement=dedicated, servers=N` add members that only serve."""
 
@@ -124,6 +135,9 @@ class Strategy(ABC):
         if traits.wraps:
             why = "it lays the model out before the optimizer is built, and prepare() gets both"
             found.append(Unsupported(OWN_LOOP, why))
+        if traits.uniform:
+            why = "samples of weight 0, which make its shares equal, would look up rows"
+            found += [Unsupported(TABLES, why), Unsupported(ROW_MODEL, why)]
         return tuple(found)
 
     def check(self, workers: int) -> None:

@@ -6,6 +6,7 @@ numbers to the coordinator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,14 @@ from torch import Tensor, nn
 from manyhands.compute.feed import gather
 from manyhands.compute.measures import add_up, checked, declared_by
 from manyhands.compute.seeds import derive
-from manyhands.compute.train_state import checked_weight, evaluating, job_loss, to_device, wrong
+from manyhands.compute.train_state import (
+    call,
+    checked_weight,
+    evaluating,
+    job_loss,
+    to_device,
+    wrong,
+)
 from manyhands.errors import JobError
 from manyhands.job import Job, collecting
 from manyhands.measure import Measure, Pair, add_to, value_of
@@ -61,20 +69,29 @@ def evaluate(
     samples: EvalSamples,
     *,
     part: tuple[float, float, float] = (0, 1, 1),
+    num_forwards: int = 0,
     device: str,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Evaluate this worker's part, (start, stop, total): the samples from start/total to stop/total of the
     set.
 
+    If its batches are fewer than `num_forwards`, the first sample passes through the model for each that is
+    missing, and does not count.
+
     Returns {"samples": number, "sums": {name: (number, weight)}}; see measure.py.
     """
     start, stop = (int(len(samples) * end / part[2]) for end in part[:2])
     declared = declared_by(job)
     sums: dict[str, Pair] = {}
-    size = max(1, job.batch_size // job.accumulate)
+    size = _batch_size(job)
+    lows = range(start, stop, size)
     with evaluating(model), torch.no_grad():
-        for low in range(start, stop, size):
+        for _ in range(num_forwards - len(lows)):
+            batch = to_device(gather(job, samples.dataset, samples.indices(0, 1), 0), device)
+            call(model, job.inputs(batch))
+            progress()
+        for low in lows:
             indices = samples.indices(low, min(stop, low + size))
             batch = to_device(gather(job, samples.dataset, indices, 0), device)
             with collecting() as logged:
@@ -97,6 +114,15 @@ def evaluate(
                 add_to(sums, name, pair, measure.rule)
             progress()
     return {"samples": stop - start, "sums": sums}
+
+
+def forwards_each(job: Job, samples: EvalSamples, *, parts: int) -> int:
+    """Return the number of batches of the largest of several equal parts."""
+    return math.ceil(math.ceil(len(samples) / parts) / _batch_size(job))
+
+
+def _batch_size(job: Job) -> int:
+    return max(1, job.batch_size // job.accumulate)
 
 
 def _of_batch(

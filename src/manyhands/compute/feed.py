@@ -37,6 +37,9 @@ class Share:
     total: int
     batches: list[tuple[Any, int]]
     part: int = 0
+    uniform: bool = False
+    """If true, all workers have equally many micro-batches, some of which may have no samples: those pass
+    through the model too."""
 
 
 class Feed:
@@ -49,7 +52,10 @@ class Feed:
         *,
         device: str,
         loaders: Loaders | None = None,
+        uniform: bool = False,
     ) -> None:
+        """`uniform`: if true, every share has as many micro-batches as the job says."""
+        self._uniform = uniform
         self._job = job
         self._dataset = dataset
         self._device = device
@@ -84,7 +90,13 @@ class Feed:
             batches = [(future.result(), n) for future, n in futures]
         moved = [(to_device(batch, self._device), n) for batch, n in batches]
         return Share(
-            portion.step, portion.epoch, portion.samples, portion.total, moved, portion.part
+            portion.step,
+            portion.epoch,
+            portion.samples,
+            portion.total,
+            moved,
+            portion.part,
+            self._uniform,
         )
 
     def _load_ahead(self, loaders: Loaders) -> None:
@@ -95,13 +107,14 @@ class Feed:
 
     def _micro_batches(self, portion: Portion) -> list[tuple[Tensor, int]]:
         """Return the indices of each micro-batch, and its number of samples."""
-        if portion.samples == 0:
-            # The last batch was too small for this worker: it takes part with a sample of weight 0.
-            return [(self._indices(portion.epoch, [(0, 1)]), 0)]
         number = min(self._job.accumulate, portion.samples)
-        counts = shares(portion.samples, [1.0] * number)
-        pieces = [self._indices(portion.epoch, each) for each in split(portion.ranges, counts)]
-        return list(zip(pieces, counts, strict=True))
+        counts = shares(portion.samples, [1.0] * number) if number else []
+        indices = [self._indices(portion.epoch, each) for each in split(portion.ranges, counts)]
+        pieces = list(zip(indices, counts, strict=True))
+        # An empty share (the last batch was too small for this worker) takes part with a sample of weight 0.
+        wanted = self._job.accumulate if self._uniform else 1
+        padding = self._indices(portion.epoch, [(0, 1)]), 0
+        return pieces + [padding] * (wanted - len(pieces))
 
     def _indices(self, epoch: int, ranges: Sequence[Range]) -> Tensor:
         if epoch != self._epoch:

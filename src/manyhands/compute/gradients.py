@@ -20,12 +20,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from manyhands.compute.feed import Share
 from manyhands.compute.seeds import derive, seed_compute
-from manyhands.compute.train_state import TrainState, checked_weight
+from manyhands.compute.train_state import TrainState, checked_weight, evaluating
 from manyhands.embeddings.modules import RowModel
 from manyhands.hosts.activity import COMPUTING
+from manyhands.job import collecting
 
 LARGE = 1 << 16
 """Elements of a matrix for which the detour of WeightsFirst through Python pays."""
@@ -100,10 +102,12 @@ def gradients(
                 losses = losses + loss.detach() * weight
             if index == last:
                 ahead(mine, losses)
-            if loss is None:
-                _take_part(train_state)
-            else:
+            if loss is not None:
                 _backward(loss, weight / denominator)
+            elif share.uniform:
+                _pass_through(train_state, batch)
+            else:
+                _take_part(train_state)
         train_state.activity.ticks += 1
     train_state.tables.batch = None
     return mine, losses
@@ -159,12 +163,44 @@ def _touch(
 
 
 def _take_part(train_state: TrainState) -> None:
-    """Make gradients of zero for an empty share, or for samples without weight.
+    """Make gradients of zero for an empty share, or for samples without weight, without a forward.
 
     Its loss may be NaN (a mean over nothing), so the gradients come from the parameters themselves.
     """
     nothing = [(p * 0.0).sum() for p in train_state.model.parameters() if p.requires_grad]
     torch.stack(nothing).sum().backward()
+
+
+def _pass_through(train_state: TrainState, batch: Any) -> None:
+    """Make gradients of zero for samples without weight by a forward and a backward, because layouts such as
+    FSDP exchange tensors in them.
+
+    In evaluation mode: running statistics stay as they are, and dropout draws nothing. The loss may be NaN,
+    so the gradients of the model's outputs are replaced by zeros.
+    """
+    model = train_state.model
+    handle = model.register_forward_hook(
+        lambda module, inputs, output: tree_map_only(Tensor, _ZeroGradient.apply, output)
+    )
+    with evaluating(model):
+        try:
+            with collecting():
+                loss = train_state.loss(model, batch)
+        finally:
+            handle.remove()
+        _backward(loss, 0.0)  # also for an output that is no tree of tensors
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """Return the tensor as it is, and a gradient of zero whatever arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.zeros_like(gradient)
 
 
 def _new_memory(weight: Tensor) -> None:

@@ -69,7 +69,8 @@ def make_dispatcher(
 ) -> Dispatcher:
     """`equal`: in lockstep, shares ignore the workers' speed."""
     if config.traits.lockstep:
-        return LockstepDispatcher(plan, checkpoint_tracker, send, equal)
+        uniform = config.traits.uniform
+        return LockstepDispatcher(plan, checkpoint_tracker, send, equal=equal, uniform=uniform)
     return WorkQueueDispatcher(plan, checkpoint_tracker, send, config.parts)
 
 
@@ -184,26 +185,38 @@ class Dispatcher(ABC):
                 self.finish(reason)
 
     def _dispatch_evaluation(self, step: int, epoch: int) -> None:
-        """Give each replica a part of the data in proportion to its speed."""
-        weights = self._weights()
+        """Give each replica a part of the data."""
+        weights = self._evaluation_weights()
         ends = list(itertools.accumulate(weights, initial=0.0))
         for replica, (start, stop) in zip(self.replicas, itertools.pairwise(ends), strict=True):
             for name in replica:
                 self._send(name, messages.EvaluateOrder(step, epoch, (start, stop, ends[-1])))
 
     def _weights(self) -> list[float]:
-        """Return how much each replica should get, in proportion."""
+        """Return how much each replica should get, in proportion to its speed."""
         return self.throughput.weights(self.replicas)
+
+    def _evaluation_weights(self) -> list[float]:
+        """Return how much of an evaluation each replica should get."""
+        return self._weights()
 
 
 class LockstepDispatcher(Dispatcher):
     """Every worker does every step."""
 
     def __init__(
-        self, plan: TrainingPlan, tracker: CheckpointTracker, send: Send, equal: bool
+        self,
+        plan: TrainingPlan,
+        tracker: CheckpointTracker,
+        send: Send,
+        *,
+        equal: bool,
+        uniform: bool,
     ) -> None:
+        """`equal`: shares ignore the workers' speed. `uniform`: all workers make equally many forwards."""
         super().__init__(plan, tracker, send)
         self._equal = equal
+        self._uniform = uniform
         self._in_rounds = plan.config.round_steps is not None
         self._computed: dict[str, ComputedPortions] = {}
         self._num_dispatched = 0
@@ -323,6 +336,10 @@ class LockstepDispatcher(Dispatcher):
 
     def _weights(self) -> list[float]:
         return [1.0] * len(self.replicas) if self._equal else super()._weights()
+
+    def _evaluation_weights(self) -> list[float]:
+        # With equal parts, each worker knows how many forwards the others make.
+        return [1.0] * len(self.replicas) if self._uniform else self._weights()
 
 
 class WorkQueueDispatcher(Dispatcher):

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from manyhands.compute.evaluation import evaluate
+from manyhands.compute.evaluation import evaluate, forwards_each
 from manyhands.compute.feed import Feed, Share
 from manyhands.compute.gradients import rehearse
 from manyhands.compute.loaders import Loaders
@@ -77,7 +77,8 @@ class Worker:
             )
             member.on_stacks = loaders.write_stacks
         self.loaders = loaders
-        self.feed = Feed(self.job, self.built.data, device=device, loaders=loaders)
+        uniform = strategy.traits.uniform
+        self.feed = Feed(self.job, self.built.data, device=device, loaders=loaders, uniform=uniform)
         self.saver = Saver(
             Path(assignment.run), member.name, soon=assignment.saves, on_done=self._saved
         )
@@ -274,14 +275,18 @@ class Worker:
 
     def _evaluate(self, part: tuple[float, float, float]) -> None:
         self._drain()
-        assert self.built.eval_samples is not None
+        samples, num_forwards = self.built.eval_samples, 0
+        assert samples is not None
+        if self._traits.uniform:
+            num_forwards = forwards_each(self.job, samples, parts=len(self.me.view.replicas))
         started = time.perf_counter()
         with self.learner.eval_model() as model, self.member.activity.during(EVALUATING):
             found = evaluate(
                 self.job,
                 model,
-                self.built.eval_samples,
+                samples,
                 part=part,
+                num_forwards=num_forwards,
                 device=self.me.device,
                 progress=self._tick_and_check_view,
             )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from manyhands.compute.evaluation import EvalSamples, evaluate
+from manyhands.compute.evaluation import EvalSamples, evaluate, forwards_each
 from manyhands.compute.measures import declared_by
 from manyhands.control.messages import EvaluationReport
 from manyhands.coordinator.progress import evaluation_of
@@ -54,6 +54,31 @@ def test_a_jobs_own_weights_count(make_job: Any) -> None:
     _, metrics = whole(job, nn.Linear(4, 2), world=2)
     weights = INPUTS[:, 0]
     assert metrics["loss"] == pytest.approx(float((weights * weights).sum() / weights.sum()))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 9])
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+def test_all_parts_can_have_the_same_number_of_forwards(
+    make_job: Any, world: int, batch_size: int
+) -> None:
+    job = make_job(batch_size=batch_size, metrics=mean_error)
+    model, samples = nn.Linear(4, 2), EvalSamples.of(job, DATA)
+    calls: list[int] = []
+    model.register_forward_hook(lambda module, inputs, output: calls.append(len(output)))
+    wanted = forwards_each(job, samples, parts=world)
+    for rank in range(world):
+        part, ticks = (rank, rank + 1, world), []
+        plain = evaluate(job, model, samples, part=part, device="cpu")
+        calls.clear()
+        found = evaluate(
+            *(job, model, samples),
+            part=part,
+            num_forwards=wanted,
+            device="cpu",
+            progress=lambda: ticks.append(1),  # noqa: B023
+        )
+        assert found == plain, "what is missing does not count"
+        assert len(calls) == len(ticks) == wanted
 
 
 def test_evaluation_changes_neither_weights_nor_modes(make_job: Any) -> None:

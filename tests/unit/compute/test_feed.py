@@ -45,9 +45,9 @@ def tensors() -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.float()[:, None].expand(-1, 3).contiguous(), numbers * 10
 
 
-def share(job: Job, dataset: Any, *ranges: Range, epoch: int = 0) -> Any:
+def share(job: Job, dataset: Any, *ranges: Range, epoch: int = 0, uniform: bool = False) -> Any:
     portion = Portion(1, epoch, SAMPLES, ranges)
-    return Feed(job, dataset, device="cpu").share(portion)
+    return Feed(job, dataset, device="cpu", uniform=uniform).share(portion)
 
 
 def used(job: Job, dataset: Any, *ranges: Range, epoch: int = 0) -> list[int]:
@@ -161,6 +161,21 @@ def test_an_empty_share_is_one_sample_of_weight_zero(make_job: Any) -> None:
         got = share(make_job(accumulate=3), dataset)
         ((batch, count),) = got.batches
         assert (got.samples, got.total, count, len(batch[0])) == (0, SAMPLES, 0, 1)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 3, 4, 20])
+def test_uniform_shares_have_as_many_micro_batches_as_the_job_says(
+    make_job: Any, num_samples: int
+) -> None:
+    job, ranges = make_job(accumulate=4), ((0, num_samples),) if num_samples else ()
+    plain = share(job, Plain(), *ranges)
+    got = share(job, Plain(), *ranges, uniform=True)
+    assert (got.samples, len(got.batches)) == (num_samples, 4)
+    real = [(batch, count) for batch, count in got.batches if count]
+    for (ours, count), (theirs, counts) in zip(real, plain.batches, strict=False):
+        assert torch.equal(ours[0], theirs[0])
+        assert count == counts
+    assert [len(batch[0]) for batch, count in got.batches[len(real) :]] == [1] * (4 - len(real))
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

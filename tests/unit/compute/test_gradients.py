@@ -36,13 +36,14 @@ def weight_of(self: Any, batch: Any) -> Tensor:
     return batch[2].sum()
 
 
-def parts_of(job: Any, cuts: list[int]) -> list[tuple[TrainState, Share]]:
+def parts_of(job: Any, cuts: list[int], *, uniform: bool = False) -> list[tuple[TrainState, Share]]:
     """Each worker's own copy of the model, with its share of one global step of all samples."""
     edges = [0, *cuts, SAMPLES]
     parts = []
     for low, high in pairwise(edges):
         ranges = ((low, high),) if high > low else ()
-        share = Feed(job, data(), device="cpu").share(Portion(1, 0, SAMPLES, ranges))
+        feed = Feed(job, data(), device="cpu", uniform=uniform)
+        share = feed.share(Portion(1, 0, SAMPLES, ranges))
         parts.append((TrainState.of(job, device="cpu", num_steps=1), share))
     return parts
 
@@ -128,13 +129,14 @@ def test_every_micro_batch_but_the_last_is_local(make_job: Any) -> None:
     assert entered == ["in"] * 3
 
 
-def test_an_empty_share_gives_zero_gradients(make_job: Any) -> None:
+@pytest.mark.parametrize("uniform", [False, True])
+def test_an_empty_share_gives_zero_gradients(make_job: Any, uniform: bool) -> None:
     def normed(self: Any) -> nn.Module:
         net = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
         net[1].eval()
         return net
 
-    ((train_state, share), _) = parts_of(make_job(model=normed), [0])
+    ((train_state, share), _) = parts_of(make_job(model=normed), [0], uniform=uniform)
     before = {name: value.clone() for name, value in train_state.model.state_dict().items()}
     weight, loss = gradients(train_state, share)
     assert (weight, float(loss), share.samples) == (0.0, 0.0, 0)
@@ -143,6 +145,53 @@ def test_an_empty_share_gives_zero_gradients(make_job: Any) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
     # Each part of the model is in the mode it was in: the second one was frozen by the job.
     assert [module.training for module in train_state.model] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [0, 2, 3]], ids=str)
+def test_uniform_shares_give_the_same_gradients_in_equally_many_forwards(
+    make_job: Any, cuts: list[int]
+) -> None:
+    def noisy(self: Any) -> nn.Module:
+        return nn.Sequential(model(self), nn.Dropout(0.5))
+
+    job = make_job(model=noisy, accumulate=3)
+    expected, weight, loss = added_up(parts_of(job, cuts))
+    parts = parts_of(job, cuts, uniform=True)
+    calls: list[bool] = []
+    for train_state, _ in parts:
+        net = train_state.model
+        net.register_forward_hook(lambda module, inputs, output: calls.append(module.training))
+    found = added_up(parts)
+    assert found[1:] == (weight, loss)
+    for ours, theirs in zip(found[0], expected, strict=True):
+        assert torch.equal(ours, theirs), "padding draws no random numbers either"
+    assert len(calls) == 3 * len(parts)
+    assert sum(calls) == sum(bool(n) for _, share in parts for _, n in share.batches)
+
+
+def test_a_loss_of_nothing_is_no_gradient_in_a_uniform_share(make_job: Any) -> None:
+    """The mean loss over no tokens is NaN, and so is its gradient."""
+    logged = []
+
+    def of_nothing(self: Any, output: Any, batch: Any) -> Tensor:
+        self.log("seen", 1.0)
+        logged.append(1)
+        return (output["out"].square() * 0).sum() / torch.zeros(())
+
+    class Net(nn.Sequential):
+        def forward(self, inputs: Tensor) -> Any:
+            return {"out": super().forward(inputs), "number": 3}
+
+    job = make_job(
+        model=lambda self: Net(nn.Linear(4, 2)), loss=of_nothing, weight=lambda self, batch: 0.0
+    )
+    ((train_state, share),) = parts_of(job, [], uniform=True)
+    gradients(train_state, share, total=lambda mine: 5.0)
+    assert logged
+    assert train_state.measures.take() == []
+    for parameter in train_state.model.parameters():
+        assert parameter.grad is not None
+        assert not parameter.grad.any()
 
 
 def test_with_own_weights_an_empty_share_joins_the_sum(make_job: Any) -> None:

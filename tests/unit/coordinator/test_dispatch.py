@@ -17,7 +17,7 @@ from simulated_workers import SimulatedWorkers, row
 from traits import Lockstep, ManyParts, Rounds, WorkQueue
 
 from manyhands.contract import Strategy
-from manyhands.control.messages import Portion, Saved, Saving, TrainOrder
+from manyhands.control.messages import EvaluateOrder, Portion, Saved, Saving, TrainOrder
 from manyhands.coordinator.batch_scaling import FIXED, Scaling
 from manyhands.coordinator.checkpoint_tracker import CheckpointTracker
 from manyhands.coordinator.dispatch import Dispatcher, make_dispatcher
@@ -589,3 +589,24 @@ def test_a_checkpoint_with_lost_samples_is_void(tmp_path: Path) -> None:
     stage.seat("worker-1")
     assert ("worker-1", "checkpoint") in stage.dispatch_ahead()
     assert not checkpoints.steps(stage.run.path)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_parts_of_an_evaluation_are_equal_if_forwards_must_be(
+    tmp_path: Path, uniform: bool
+) -> None:
+    config = Lockstep(uniform=uniform)
+    stage = Stage(tmp_path, config, 2, num_samples=8, batch_size=8, has_eval=True)
+    for worker, samples in (("worker-0", 300), ("worker-1", 100)):
+        stage.dispatcher.throughput.note(worker, samples, 2.0)
+    stage.dispatch_ahead()
+    told = list(stage.told)
+    samples = {n: o.portions[0].samples for n, o in stage.told if isinstance(o, TrainOrder)}
+    assert samples == {"worker-0": 6, "worker-1": 2}, "shares of a step follow the speed"
+    stage.done("worker-0", 1, 0)
+    stage.done("worker-1", 1, 1)
+    stage.dispatch_ahead()
+    orders = [o for _, o in told + stage.told if isinstance(o, EvaluateOrder)]
+    parts = [tuple(end / order.part[2] for end in order.part[:2]) for order in orders]
+    half = 0.5 if uniform else pytest.approx(0.75, abs=1e-3)
+    assert parts == [(0, half), (half, 1)]

@@ -15,10 +15,11 @@ class Lockstep(Strategy):
     servers: int = 0
     holds_state: bool = False
     per_replica: int = 1
+    uniform: bool = False
 
     @property
     def traits(self) -> Traits:
-        return Traits(elastic=True, holds_state=self.holds_state)
+        return Traits(elastic=True, holds_state=self.holds_state, uniform=self.uniform)
 
     def replica_size(self, workers: int) -> int:
         return self.per_replica
