@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from manyhands.testing.conformance import Case, Check, checks_for
+from manyhands.contract import Strategy
+from manyhands.runs.checkpoints import final, steps, verify
+from manyhands.runs.saver import learner_states
+from manyhands.strategies.registry import STRATEGIES
+from manyhands.testing import harness, in_process, suite
+from manyhands.testing.conformance import (
+    EQUAL,
+    PAIRS,
+    Case,
+    Check,
+    assert_once_an_epoch,
+    checks_for,
+    ends_and_evaluates_in_steps,
+    equals_single,
+    evaluates_without_a_trace,
+    learns,
+    repeats_and_resumes_bit_equal,
+    survives_a_kill,
+)
+from manyhands.testing.harness import Finished
+
+EXTRA = Path(__file__).parent / "extra"
 
 CASES = [
     Case(strategy, workers=workers, in_process=True)
@@ -32,7 +55,89 @@ CASES = [
         pytest.param(case, check, id=f"{check.__name__}-{case}")
         for case in CASES
         for check in checks_for(case)
+        if check not in PAIRS.values() or case.workers > 3  # those are in test_pairs.py
     ],
 )
 def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
     check(case, tmp_path)
+
+
+@pytest.fixture
+def extra(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], type[Strategy]]:
+    """Returns a function that registers a strategy of the folder `extra`, given its module and class."""
+    monkeypatch.syspath_prepend(EXTRA)
+
+    def register(module: str, name: str) -> type[Strategy]:
+        found: type[Strategy] = getattr(importlib.import_module(module), name)
+        monkeypatch.setitem(STRATEGIES, found.name, found)
+        return found
+
+    return register
+
+
+Extra = Callable[[str, str], type[Strategy]]
+
+
+def test_a_strategy_that_never_updates_does_not_learn(extra: Extra, tmp_path: Path) -> None:
+    """Everything else looks right."""
+    case = Case(extra("unmoved", "Unmoved").name, workers=2, in_process=True)
+    for check in (
+        equals_single,
+        repeats_and_resumes_bit_equal,
+        survives_a_kill,
+        ends_and_evaluates_in_steps,
+        evaluates_without_a_trace,
+    ):
+        (folder := tmp_path / check.__name__).mkdir()
+        check(case, folder)
+    with pytest.raises(AssertionError, match=r"0\.\d+ of the digits, not 0\.93"):
+        learns(case, tmp_path / "learns")
+
+
+def test_the_suite_reports_what_fails(
+    extra: Extra, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unmoved = extra("unmoved", "Unmoved")
+    monkeypatch.delitem(STRATEGIES, unmoved.name)  # it need not be there
+    monkeypatch.setattr(suite, "checks_of", lambda case: [equals_single, learns])
+    with pytest.raises(AssertionError, match="learns on 2 workers"):
+        suite.check_strategy(unmoved, workers=[2])
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("equals_single")
+    assert "passed" in first
+    assert second.startswith("learns")
+    assert "FAILED" in second
+    assert last.startswith("unmoved: 1 of 2 checks passed")
+    assert unmoved.name not in STRATEGIES
+
+
+def counts(done: Finished) -> list[int]:
+    """The counters in the newest checkpoint, one for each worker of that time."""
+    manifest = verify(final(done.run, steps(done.run)[-1]))
+    states = learner_states(manifest.path, done.state(), range(manifest.states))
+    return [state["count"] for state in states]
+
+
+def test_counters_keep_their_sum_on_other_numbers_of_workers(extra: Extra, tmp_path: Path) -> None:
+    """State that a worker holds alone: stopped, and resumed on fewer and on more workers."""
+    case, run = Case(extra("worker_state", "Counted").name, workers=3, in_process=True), tmp_path
+    done = case.train("Regression", run / "run", EQUAL, "--max-steps", "5")
+    assert len(counts(done)) == 3
+    assert sum(counts(done)) == 5 * 16
+    for workers, flags in ((2, ("--max-steps", "5")), (4, ())):
+        done = case.resume(run / "run", "--workers", str(workers), *flags)
+        assert len(counts(done)) == workers
+        assert sum(counts(done)) == sum(step["samples"] for step in done.steps)
+    assert sum(counts(done)) == 3 * 98
+    assert_once_an_epoch(done)
+
+
+def test_one_run_prints_into_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a wrong command ends as on the command line."""
+    run = tmp_path / "run"
+    wrong = harness.train_arguments("Regression", run, strategy="single", workers=2)
+    with in_process.command(*wrong, run=run) as running:
+        done = running.wait(code=2)
+    assert "single" in done.err
+    assert "allreduce" in done.err
+    assert capsys.readouterr() == ("", "")

@@ -26,12 +26,15 @@ from typing import Any
 
 import pytest
 
+from manyhands import pairs
 from manyhands.contract import Traits
 from manyhands.hosts.view import WORKER
+from manyhands.pairs import Feature
 from manyhands.runs.folder import RunFolder
-from manyhands.strategies.registry import make_strategy
+from manyhands.strategies.pairs import refusal_of
+from manyhands.strategies.registry import codec_of, make_strategy
 from manyhands.testing import harness, in_process
-from manyhands.testing.counting import COUNTING, Counting, check_counts
+from manyhands.testing.counting import COUNTING, COUNTING_ROWS, Counting, check_counts
 from manyhands.testing.harness import Finished
 from manyhands.testing.thread_members import BEGIN, COMPUTE, EXCHANGE, Death
 
@@ -81,12 +84,23 @@ class Case:
 
     @contextmanager
     def command(
-        self, *arguments: str, run: Path, deaths: Sequence[Death] = ()
+        self,
+        *arguments: str,
+        run: Path,
+        deaths: Sequence[Death] = (),
+        slow_after: int | None = None,
     ) -> Iterator[Running]:
-        """Run a command where this case has its members; end it at the end of the block. `deaths`: what kills
-        threads."""
+        """Run a command where this case has its members; end it at the end of the block.
+
+        Args:
+            deaths: Threads to kill at chosen moments.
+            slow_after: The step after which threads wait for the test to interfere; processes are slowed down
+                by the job's `pause_s`.
+        """
         if self.in_process:
-            with in_process.command(*arguments, run=run, deaths=deaths) as threads:
+            with in_process.command(
+                *arguments, run=run, deaths=deaths, slow_after=slow_after
+            ) as threads:
                 yield threads
         else:
             assert not deaths, "a process can't be killed at a chosen moment"
@@ -106,9 +120,8 @@ class Case:
             return running.wait(code=0)
 
     def pause_s(self, seconds: float) -> float:
-        """Return by how much to slow down each step so that a test can interrupt it. Threads need less: what
-        happens to them is noticed at once."""
-        return seconds / 10 if self.in_process else seconds
+        """Return by how much to slow down each step of a process so that a test can interfere in time."""
+        return 0.0 if self.in_process else seconds
 
 
 Check = Callable[[Case, Path], None]
@@ -152,7 +165,7 @@ def begins_again(case: Case, folder: Path) -> None:
     run = folder / "run"
     flags, pause_s = (EQUAL, "--checkpoint-every", "2"), case.pause_s(0.05)
     arguments = case.arguments("Dropout", run, *flags, pause_s=pause_s)
-    with case.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run, slow_after=8) as running:
         running.wait_for_step(9)
         victims = running.members()
         for victim in victims:
@@ -174,7 +187,7 @@ def goes_on_after_a_kill(case: Case, folder: Path) -> None:
     """Kill a worker: the run finishes by itself, with the same samples and the same result."""
     run, victim = folder / "run", f"worker-{case.workers - 1}"
     arguments = case.arguments("Regression", run, "--max-restarts", "0", pause_s=case.pause_s(0.03))
-    with case.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run, slow_after=5) as running:
         running.wait_for_step(6)
         running.kill(victim)
         done = running.wait(code=0)
@@ -213,7 +226,7 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
     arguments = case.arguments(
         COUNTING, run, "--checkpoint-every", "5", epochs=epochs, pause_s=case.pause_s(0.03)
     )
-    with case.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run, slow_after=6) as running:
         running.wait_for_step(7)
         for member in running.members()[-2:]:
             with suppress(ProcessLookupError):  # it may have been ended for a restart already
@@ -262,7 +275,7 @@ def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
     length = {"steps": steps, "eval_every": "5 steps", "eval_samples": 20}
     flags = ("--checkpoint-every", "4", "--max-steps", "12")
     arguments = case.arguments("Regression", run, *flags, **length, pause_s=case.pause_s(0.05))
-    with case.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run, slow_after=6) as running:
         running.wait_for_step(7)
         running.kill(f"worker-{case.workers - 1}")
         stopped = running.wait(code=0)
@@ -312,7 +325,7 @@ def workers_join_and_leave(case: Case, folder: Path) -> None:
     numbers = [case.workers + 1, case.workers] if case.traits.can_shrink else [case.workers + 1]
     pause_s = case.pause_s(0.05)
     arguments = case.arguments("Regression", run, pause_s=pause_s, epochs=epochs)
-    with case.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run, slow_after=2) as running:
         running.wait_for_step(3)
         for number in numbers:
             RunFolder.open(run).request(number)
@@ -364,6 +377,55 @@ def _dies(case: Case, folder: Path, rank: int, moment: str) -> None:
     _as_single(case, done, "Regression", unreported=unreported)
 
 
+def trusts_the_network(case: Case, folder: Path) -> None:
+    """Without encryption between members, the result is the same."""
+    equals_single(replace(case, flags=(*case.flags, "--trust-network")), folder)
+
+
+def scales_the_batch(case: Case, folder: Path) -> None:
+    """Batch and learning rate follow the number of workers: here half of both, as on one worker."""
+
+    def train(case: Case, reference: int) -> Finished:
+        scaled = ("--scale-batch", "linear", "--scale-reference", str(reference))
+        return case.train("Regression", folder / f"{reference}", *scaled, batch_size=2 * BATCH)
+
+    done = train(case, 2 * case.workers)
+    assert_once_an_epoch(done)
+    assert {record["samples"] for record in done.steps} == {BATCH, SAMPLES % BATCH}
+    if case.traits.equals_single:
+        alone = replace(case, strategy="single", workers=1, flags=())
+        reference = train(alone, 2) if case.workers > 1 else done
+        assert done.losses == pytest.approx(reference.losses, rel=1e-5)
+
+
+def trains_tables(case: Case, folder: Path) -> None:
+    """Sparse tables learn as with one worker, or at all, and have the same ids."""
+    import torch
+
+    fields: dict[str, Any] = {"table_optim": "momentum", "epochs": 5}
+    done = case.train("Sparse", folder / "run", **fields)
+    assert_once_an_epoch(done, epochs=5)
+    reference = _reference_for(case, "Sparse", **fields)
+    tables = done.state()["tables"]
+    assert tables.keys() == reference.tables.keys()
+    for name, expected in reference.tables.items():
+        assert torch.equal(tables[name]["ids"], expected["ids"])
+    if not case.traits.equals_single:
+        assert sum(done.losses[-7:]) < 0.75 * sum(done.losses[:7])
+        return
+    assert done.losses == pytest.approx(reference.losses, rel=1e-5)
+    for name, expected in reference.tables.items():
+        for key in ("rows", "state"):
+            torch.testing.assert_close(tables[name][key], expected[key], rtol=1e-4, atol=1e-6)
+
+
+def trains_row_models(case: Case, folder: Path) -> None:
+    """A model that changes the rows of its tables itself sees every sample once per epoch."""
+    done = case.train(COUNTING_ROWS, folder / "run")
+    assert_once_an_epoch(done, samples=Counting.samples)
+    check_counts(done.state(), epochs=Counting.epochs)
+
+
 CHECKS: tuple[Check, ...] = (
     equals_single,
     equals_single_with_accumulation,
@@ -390,6 +452,33 @@ IN_PROCESS: tuple[Check, ...] = (
     first_worker_dies,
 )
 """All checks whose members may be threads. Bytes are counted by the kernel, for processes."""
+
+
+PAIRS: Mapping[Feature, Check] = {
+    pairs.WORKERS: equals_single,
+    pairs.FP32: equals_single,
+    pairs.ELASTIC: workers_join_and_leave,
+    pairs.SHRINKING: workers_join_and_leave,
+    pairs.SCALING: scales_the_batch,
+    pairs.TRUST: trusts_the_network,
+    pairs.ACCUMULATION: equals_single_with_accumulation,
+    pairs.TABLES: trains_tables,
+    pairs.ROW_MODEL: trains_row_models,
+}
+"""What shows that a strategy works with a feature, for all that one process can have."""
+
+
+def checks_of_pairs(case: Case) -> list[Check]:
+    """Return the checks of `PAIRS` for what the strategy, with its codec, does not refuse."""
+    config = make_strategy(case.strategy)
+    codec = codec_of(config).feature
+    given = [codec] if codec is not None else []
+    if case.workers > 1:
+        given.append(pairs.WORKERS)
+    works = {feature for feature in PAIRS if refusal_of(config, [*given, feature]) is None}
+    if case.workers == 1:
+        works -= {pairs.ELASTIC, pairs.SHRINKING}
+    return list(dict.fromkeys(check for feature, check in PAIRS.items() if feature in works))
 
 
 def checks_for(case: Case) -> list[Check]:
@@ -436,7 +525,7 @@ def assert_same_bits(first: Any, second: Any) -> None:
 def _stop_at(step: int, case: Case, job: str, run: Path, *flags: str) -> Finished:
     """Train, and preempt the run after a step."""
     arguments = case.arguments(job, run, *flags, pause_s=case.pause_s(0.05))
-    with case.command(*arguments, run=run) as running:
+    with case.command(*arguments, run=run, slow_after=step - 1) as running:
         running.wait_for_step(step)
         running.signal(signal.SIGTERM)
         return running.wait(code=75)
@@ -470,6 +559,7 @@ class Reference:
     losses: list[float]
     metrics: list[Mapping[str, float]]
     weights: Mapping[str, Any]
+    tables: Mapping[str, Any]
 
 
 def _reference_for(case: Case, job: str, **fields: Any) -> Reference:
@@ -484,4 +574,5 @@ def _reference(in_process: bool, job: str, fields: tuple[tuple[str, Any], ...]) 
     with tempfile.TemporaryDirectory() as folder:
         done = alone.train(job, Path(folder) / "run", **dict(fields))
         metrics = [event["metrics"] for event in done.of("Evaluated")]
-        return Reference(done.losses, metrics, done.state()["model"])
+        state = done.state()
+        return Reference(done.losses, metrics, state["model"], state.get("tables", {}))

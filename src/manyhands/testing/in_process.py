@@ -36,10 +36,17 @@ POLL_S = 0.002
 class RunningThreads:
     """A command that runs in this process; the same interface as harness.RunningCommand."""
 
-    def __init__(self, arguments: Sequence[str], run: Path, deaths: Sequence[Death] = ()) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        run: Path,
+        *,
+        deaths: Sequence[Death] = (),
+        slow_after: int | None = None,
+    ) -> None:
         self.run = run
         self.started = time.monotonic()
-        self._launcher = ThreadLauncher(tuple(deaths))
+        self._launcher = ThreadLauncher(tuple(deaths), slow_after=slow_after)
         self._plan = LaunchPlan("unix", self._launcher, timeouts=TIMEOUTS)
         self._out, self._err = io.StringIO(), io.StringIO()
         self._code: int | None = None
@@ -55,6 +62,7 @@ class RunningThreads:
 
     def wait(self, timeout_s: float = DEADLINE_S, *, code: int | None = None) -> Finished:
         """Wait for the end of the command; assert that its exit code is `code`, if given."""
+        self._launcher.hurry()
         self._thread.join(timeout_s)
         if self._error is not None:
             raise self._error
@@ -69,8 +77,12 @@ class RunningThreads:
 
     def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
         """Wait until the events fulfil a condition."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition(self.events()):
+        deadline, size = time.monotonic() + DEADLINE_S, -1
+        file = self.run / "events.jsonl"
+        while True:
+            before, size = size, file.stat().st_size if file.exists() else 0
+            if size != before and condition(self.events()):
+                return
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 done = self.wait(0)
                 raise AssertionError(f"ended, or waited too long:\n{done.out}\n{done.err}")
@@ -91,9 +103,10 @@ class RunningThreads:
 
     def kill(self, member: str) -> None:
         self._launcher.handles[member].kill()
+        self._launcher.hurry()
 
     def signal(self, number: signal.Signals) -> None:
-        """Give the coordinator a signal."""
+        """Give the coordinator a signal, as a scheduler does."""
         self._launcher.interrupt(number)
 
     def close(self) -> None:
@@ -106,9 +119,16 @@ class RunningThreads:
 
 
 @contextmanager
-def command(*arguments: str, run: Path, deaths: Sequence[Death] = ()) -> Iterator[RunningThreads]:
-    """Run a command; end it at the end of the block."""
-    running = RunningThreads(arguments, run, deaths)
+def command(
+    *arguments: str, run: Path, deaths: Sequence[Death] = (), slow_after: int | None = None
+) -> Iterator[RunningThreads]:
+    """Run a command; end it at the end of the block.
+
+    Args:
+        deaths: Members to kill at chosen moments.
+        slow_after: The step after which workers are slow until a member is killed or the end is waited for.
+    """
+    running = RunningThreads(arguments, run, deaths=deaths, slow_after=slow_after)
     try:
         yield running
     finally:

@@ -48,6 +48,8 @@ BEGIN, COMPUTE, EXCHANGE = "begin", "compute", "exchange"
 MOMENTS = (BEGIN, COMPUTE, EXCHANGE)
 """When in a step a worker can be made to die: before its forward, after its backward, when it next waits for
 the others in a group."""
+SLOW_S = 0.1
+"""Time that each step takes in a run that a test is about to interfere with."""
 END_S = 20.0
 """Time in which a member that was killed has ended."""
 
@@ -225,6 +227,9 @@ class ThreadMember(Member):
 
     def _on_moment(self, moment: str, step: int) -> None:
         self._check()
+        if moment == BEGIN:
+            self._launcher.hold_back(step)
+            self._check()
         for death in self._deaths:
             if death.moment == moment and death.step <= step:
                 self.end(-signal.SIGKILL)
@@ -270,14 +275,26 @@ class ThreadLauncher(Launcher):
 
     kind = "threads"
 
-    def __init__(self, deaths: tuple[Death, ...] = ()) -> None:
+    def __init__(self, deaths: tuple[Death, ...] = (), *, slow_after: int | None = None) -> None:
+        """`slow_after`: the step after which workers are slow until `hurry`, so that a test can interfere."""
         self.deaths = deaths
+        self._slow_after = sys.maxsize if slow_after is None else slow_after
+        self._hurry = threading.Event()
         self.baton = Baton()
         self.groups = ThreadGroups()
         self.handles: dict[str, ThreadHandle] = {}
         self.interrupt: Callable[[int], None] = lambda number: None
         """Gives the coordinator a signal, once it has started."""
         self._threads = torch.get_num_threads()
+
+    def hurry(self) -> None:
+        """Let workers be as fast as they can from now on."""
+        self._hurry.set()
+
+    def hold_back(self, step: int) -> None:
+        """Called by each worker before a step."""
+        if step > self._slow_after:
+            self._hurry.wait(SLOW_S)
 
     def attach(self, context: LauncherContext) -> None:
         self.interrupt = context.interrupt

@@ -3,11 +3,12 @@
 from every_collective import EveryCollective
 from paired import Paired
 from sharded_by_hand import ShardedByHand
+from unmoved import Unmoved
 from worker_state import Averaged, Counted
 
 from manyhands.strategies.registry import STRATEGIES
 
 STRATEGIES |= {
     strategy.name: strategy
-    for strategy in (ShardedByHand, Paired, Counted, Averaged, EveryCollective)
+    for strategy in (ShardedByHand, Paired, Counted, Averaged, EveryCollective, Unmoved)
 }
