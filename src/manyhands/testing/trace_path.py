@@ -47,6 +47,7 @@ WARM_UP, TRACED = 5, 12
 ASIDE = {
     "hosts/activity.py": "notes which section of the job's code runs, to explain a hang",
     "transport/fields.py": "derives the JSON of messages",
+    "collectives/connections.py": "reads the kernel's count of bytes",
     "hosts/me.py": "tells whether a view change is coming",
     "compute/lazy_dynamo.py": "stands in for a module that torch's own optimizers call",
 }
