@@ -17,6 +17,7 @@ optimizer state, although neighbouring blocks are handled as one span.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,10 +66,7 @@ class FlatTensors:
     @classmethod
     def private(cls, layout: BlockLayout, *, device: str = "cpu") -> FlatTensors:
         """Allocate memory of this process, filled with zeros."""
-        return cls(
-            layout,
-            [torch.zeros(b.numel, dtype=_dtype(b.dtype), device=device) for b in layout.buffers],
-        )
+        return cls(layout, [_zeros(b.numel, _dtype(b.dtype), device) for b in layout.buffers])
 
     @classmethod
     def shared(cls, layout: BlockLayout, *, label: str) -> FlatTensors:
@@ -354,6 +352,15 @@ def _join(states: Sequence[Mapping[str, Any]], span: Span) -> dict[str, Any]:
         else:
             joined[key] = value
     return joined
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: str) -> Tensor:
+    """Return zeros. On the host they take memory page by page, as they are written: a server uses only the
+    places of its own blocks."""
+    if device != "cpu" or not numel:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype)
 
 
 def _of_elements(value: Any, numel: int) -> bool:

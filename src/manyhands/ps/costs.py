@@ -190,8 +190,8 @@ class PsCosts:
             yield MemoryUse("worker", "frozen parameters", frozen)
         if dedicated and not shared:
             yield MemoryUse("server", "parameters", trained, "host")
-        if dedicated and frozen:
-            yield MemoryUse("server", "frozen parameters", frozen, "host")
+        if dedicated:  # it builds the model to know its parameters and the first weights
+            yield MemoryUse("server", "model as built", model.parameter_bytes, "host")
         if not shared:
             remote = facts.workers if dedicated else facts.workers - 1
             yield MemoryUse("server", "received gradients", slots * remote * share, "host")

@@ -258,6 +258,8 @@ def test_memory_of_servers() -> None:
     assert (found["gradients to send"], found["received gradients"]) == (8 * M, 2 * 3 * M)
     assert (found["replicas"], found["sums for replicas"]) == (M, 2 * M)
     assert found["compensation"] == 4 * M
+    found = memory("ps:sync(placement=dedicated)", workers=4, servers=2)
+    assert (found["parameters"], found["model as built"]) == (M, 2 * M)
 
 
 def test_an_unknown_optimizer_makes_its_memory_unknown() -> None:
