@@ -10,7 +10,7 @@ from pathlib import Path
 from manyhands.testing.harness import DEADLINE_S, RunningCommand
 from manyhands.testing.traffic import tcp_bytes_sent
 
-STEADY_S = 0.3
+STEADY_S = 0.5
 """A count that has not changed for this long is final."""
 
 
@@ -20,16 +20,25 @@ class Gates:
         self._running = running
         self._workers = workers
 
-    def wait(self, number: int) -> None:
-        """Wait until all workers are at a gate."""
+    def wait(self, number: int, *, least: int | None = None) -> None:
+        """Wait until all workers are at a gate, or at least so many: without lockstep, those that stopped
+        may keep the others from getting any work."""
         deadline = time.monotonic() + DEADLINE_S
-        while len(list(self.folder.glob(f"at-{number}-*"))) < self._workers:
+        while self.num_at(number) < (least or self._workers):
             over = self._running.process.poll() is not None or time.monotonic() > deadline
             assert not over, f"not all workers came to gate {number}:\n{self._running.logs()}"
             time.sleep(0.02)
 
+    def num_at(self, number: int) -> int:
+        """Return how many workers have come to a gate."""
+        return len(list(self.folder.glob(f"at-{number}-*")))
+
     def open(self, number: int) -> None:
         (self.folder / f"go-{number}").touch()
+
+    def computed(self) -> int:
+        """Return how many micro-batches all workers have computed or begun."""
+        return sum(int(path.read_text()) for path in self.folder.glob("computed-*"))
 
     def bytes_sent(self) -> int:
         """Return the kernel's count of bytes that the members have sent over TCP, once it stands still."""

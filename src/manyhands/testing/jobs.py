@@ -145,6 +145,7 @@ class Gated(Regression):
     def loss(self, output: Any, batch: Any) -> Tensor:
         if torch.is_grad_enabled():
             self._number = getattr(self, "_number", 0) + 1
+            (Path(self.gate) / f"computed-{os.getpid()}").write_text(str(self._number))
             if not self.in_backward:
                 self._wait()
         return super().loss(output, batch)
@@ -159,6 +160,36 @@ class Gated(Regression):
             (folder / f"at-{self._number}-{os.getpid()}").touch()
             while not (folder / f"go-{self._number}").exists():
                 time.sleep(0.01)
+
+
+@dataclass
+class GatedRows(Gated):
+    """Gated with a sparse table beside the small network; every sample looks up rows of its own."""
+
+    dim: int = 64
+    lookups: int = 8
+    """Rows that a sample looks up."""
+
+    def model(self) -> nn.Module:
+        return _RowSums(super().model(), self.dim)
+
+    def data(self) -> TensorDataset:
+        ids = torch.arange(self.samples * self.lookups).view(self.samples, self.lookups)
+        return TensorDataset(*_synthetic(self.samples, seed=1).tensors, ids)
+
+    def inputs(self, batch: Any) -> Any:
+        return batch[0], batch[2]
+
+
+class _RowSums(nn.Module):
+    def __init__(self, body: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.body = body
+        self.rows = SparseEmbedding(None, dim, optimizer="sgd", lr=0.1, init="normal(0.1)")
+
+    def forward(self, inputs: Tensor, ids: Tensor) -> Tensor:
+        output: Tensor = self.body(inputs) + self.rows(ids).sum(dim=(1, 2)).unsqueeze(1)
+        return output
 
 
 @dataclass
