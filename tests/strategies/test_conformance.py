@@ -35,6 +35,7 @@ CASES = [
     Case("single", workers=1),
     Case("allreduce", workers=2),
     Case("allreduce", workers=4),
+    Case("local(every=3)", workers=2),
 ]
 
 WIDE = {"width": 20_000}

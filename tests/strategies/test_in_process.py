@@ -22,6 +22,7 @@ from manyhands.testing.conformance import (
     checks_for,
     ends_and_evaluates_in_steps,
     equals_single,
+    equals_single_with_own_weights,
     evaluates_without_a_trace,
     learns,
     repeats_and_resumes_bit_equal,
@@ -38,6 +39,9 @@ CASES = [
         ("allreduce", 2),
         ("allreduce", 4),
         ("allreduce + int8", 3),
+        ("local(every=3)", 2),
+        ("local(every=4)", 3),
+        ("local(every=4,moments=average)", 3),
         ("ps:sync", 2),
         ("ps:sync(transport=tcp)", 3),
         ("ps:sync(placement=dedicated)", 2),
@@ -46,7 +50,7 @@ CASES = [
         ("ps:ssp", 3),
         ("ps:backup", 3),
     ]
-]
+] + [Case("local(every=4,moments=reset)", workers=3, in_process=True, accuracy=0.9)]
 
 
 @pytest.mark.parametrize(
@@ -141,3 +145,14 @@ def test_one_run_prints_into_its_result(tmp_path: Path, capsys: pytest.CaptureFi
     assert "single" in done.err
     assert "allreduce" in done.err
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("check", [equals_single, equals_single_with_own_weights])
+@pytest.mark.parametrize("moments", ["keep", "average", "reset"])
+def test_an_average_of_weights_in_each_step_is_the_global_step(
+    check: Check, moments: str, tmp_path: Path
+) -> None:
+    """With plain SGD. The last batch of an epoch has fewer samples than there are workers."""
+    plain = {"optim": "sgd", "anneal": False, "clip_norm": "none", "lr": 0.05}
+    strategy = f"local(every=1,moments={moments})"
+    check(Case(strategy, 3, fields=plain, in_process=True, same_as_single=True), tmp_path)

@@ -57,7 +57,7 @@ def agree(
     source = ranks.index(best)
     if not best[0]:
         # The first view: optimizers and schedules start equal, and so do models if they use the seed.
-        state = _send(dense_state(train_state.model), group, source)
+        state = send_state(dense_state(train_state.model), group, source)
         if group.rank != source:
             load_dense_state(train_state.model, state)
         if tables and train_state.tables.specs:
@@ -71,7 +71,7 @@ def agree(
             state = gather_state(train_state, learner.snapshot() if learner else {})
             if tables:
                 state["tables"] = train_state.tables.state_dict()
-        state = _send(state, group, source)
+        state = send_state(state, group, source)
         if group.rank != source:
             put_state(state, train_state, learner, tables=tables)
     return SyncResult(best[1])
@@ -86,13 +86,13 @@ def _agree_on_rows(group: Group, train_state: TrainState, source: int) -> None:
     state = {}
     if group.rank == source:
         state = {"tables": tables.state_dict(), "salts": tables.stores.salts}
-    state = _send(state, group, source)
+    state = send_state(state, group, source)
     if group.rank != source:
         tables.stores.salts = state["salts"]
         tables.load_state_dict(state["tables"])
 
 
-def _send(state: Any, group: Group, source: int) -> Any:
+def send_state(state: Any, group: Group, source: int) -> Any:
     """Return the source's state, on all workers."""
     text, tensors = flatten(state)
     encoded = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

@@ -204,8 +204,13 @@ class TrainState:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
         with multiplied_lr(self.optimizer, self.lr_factor):
             self.optimizer.step()
+        self.skip_update()
+
+    def skip_update(self) -> None:
+        """Step the schedule and clear the gradients, without a step of the optimizer."""
         for _ in range(self.ticks):
             if self.scheduler is not None:
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch would warn
                 self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
 

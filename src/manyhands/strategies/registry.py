@@ -14,20 +14,20 @@ from manyhands.codecs.registry import PLANNED as PLANNED_CODECS
 from manyhands.contract import Strategy
 from manyhands.errors import SpecError, closest
 from manyhands.strategies.allreduce import AllReduce
+from manyhands.strategies.local import Local
 from manyhands.strategies.parameter_server import PsAsync, PsBackup, PsSsp, PsSync
 from manyhands.strategies.single import Single
 from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    cls.name: cls for cls in (Single, AllReduce, PsSync, PsAsync, PsSsp, PsBackup)
+    cls.name: cls for cls in (Single, AllReduce, Local, PsSync, PsAsync, PsSsp, PsBackup)
 }
 
 CODEC_FIELD = "codec"
 """The field of a strategy that takes codecs. It is not an option: `+ NAME` sets it."""
 
 PLANNED = {
-    "local": "allreduce",
-    "diloco": "allreduce",
+    "diloco": "local",
     "gossip": "ps:async",
     "sharded": "allreduce",
     "mesh": "allreduce",

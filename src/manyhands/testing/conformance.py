@@ -34,7 +34,13 @@ from manyhands.runs.folder import RunFolder
 from manyhands.strategies.pairs import refusal_of
 from manyhands.strategies.registry import codec_of, make_strategy
 from manyhands.testing import harness, in_process
-from manyhands.testing.counting import COUNTING, COUNTING_ROWS, Counting, check_counts
+from manyhands.testing.counting import (
+    COUNTING,
+    COUNTING_ROWS,
+    Counting,
+    check_counts,
+    check_round_counts,
+)
 from manyhands.testing.harness import Finished
 from manyhands.testing.thread_members import BEGIN, COMPUTE, EXCHANGE, Death
 
@@ -62,6 +68,8 @@ class Case:
     """Accuracy that it must reach on the digits; see `learns`."""
     in_process: bool = False
     """If true, members are threads of this process, and not processes."""
+    same_as_single: bool = False
+    """If true, it equals one worker with these fields, unless a worker dies."""
 
     def __str__(self) -> str:
         more = (*self.flags, *(f"{name}={value}" for name, value in self.fields.items()))
@@ -70,6 +78,10 @@ class Case:
     @property
     def traits(self) -> Traits:
         return make_strategy(self.strategy).traits
+
+    @property
+    def equals_single(self) -> bool:
+        return self.traits.equals_single or self.same_as_single
 
     def arguments(self, job: str, run: Path, *flags: str, **fields: Any) -> list[str]:
         return harness.train_arguments(
@@ -217,6 +229,8 @@ def counting_case(case: Case) -> Case:
         # Rows in shared memory are updated in place: some of what a killed worker did may count twice.
         rows = "transport=tcp" in strategy
     fields = {name: value for name, value in case.fields.items() if name == "pause_s"}
+    if case.traits.round_steps is not None:
+        fields["tables"] = False
     return replace(case, strategy=strategy, fields=fields, counts_rows=rows)
 
 
@@ -235,13 +249,17 @@ def counts_every_sample_once(case: Case, folder: Path) -> None:
         done = running.wait(code=0)
     assert done.of("MemberLost"), "the run ended before the kills"
     assert_once_an_epoch(done, epochs=epochs, samples=Counting.samples)
-    check_counts(done.state(), epochs=epochs, rows=case.counts_rows)
+    if (every := case.traits.round_steps) is None:
+        check_counts(done.state(), epochs=epochs, rows=case.counts_rows)
+    else:
+        check_round_counts(done.state(), running.events(), round_steps=every)
 
 
 def resumes_as(case: Case, other: Case, folder: Path) -> None:
     """Stop in the middle of an epoch; resume with another strategy or number of workers."""
     run = folder / "run"
-    stopped = _stop_at(9, case, "Regression", run)
+    # In rounds, steps are recorded when their round has ended.
+    stopped = _stop_at(9 if case.traits.round_steps is None else 3, case, "Regression", run)
     assert len(stopped.steps) < EPOCHS * -(-SAMPLES // BATCH)
     switches = ("--strategy", other.strategy, "--workers", str(other.workers))
     resumed = case.resume(run, *switches, *other.flags, "--set", "pause_s=0")
@@ -286,7 +304,12 @@ def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
     assert [record["step"] for record in done.steps] == list(range(1, steps + 1))
     uses = {epoch: sorted(positions) for epoch, positions in done.uses_by_epoch().items()}
     whole = list(range(SAMPLES))
-    assert uses == {0: whole, 1: whole, 2: whole[: (steps - 2 * 7) * BATCH]}
+    if case.traits.round_steps is None:
+        assert uses == {0: whole, 1: whole, 2: whole[: (steps - 2 * 7) * BATCH]}
+    else:  # samples that are lost come again, in more steps of the same epoch
+        *before, last = uses.values()
+        assert all(positions == whole for positions in before)
+        assert len(set(last)) == len(last)
     found = {event["step"]: event for event in done.of("Evaluated")}
     assert sorted(found) == due
     assert {event["samples"] for event in found.values()} == {20}
@@ -489,6 +512,8 @@ def checks_for(case: Case) -> list[Check]:
         left_out.add(learns)
     if not traits.lockstep:  # who computes which part depends on who is free
         left_out |= {repeats_and_resumes_bit_equal, evaluates_without_a_trace}
+    if traits.round_steps is not None:  # an evaluation ends a round
+        left_out.add(evaluates_without_a_trace)
     if not traits.elastic:
         left_out.add(workers_join_and_leave)
     if case.workers == 1:
@@ -538,8 +563,12 @@ def _as_single(
 
     epochs = fields.get("epochs", EPOCHS)
     assert_once_an_epoch(done, epochs=epochs)
-    assert done.steps[-1]["step"] == epochs * -(-SAMPLES // BATCH)
-    if not case.traits.equals_single:
+    num_steps = epochs * -(-SAMPLES // BATCH)
+    if case.traits.round_steps is None or not done.of("MemberLost"):
+        assert done.steps[-1]["step"] == num_steps
+    else:  # samples that are lost come again, in steps of their own
+        assert done.steps[-1]["step"] >= num_steps
+    if not case.equals_single:
         return
     reference = _reference_for(case, job, **fields)
     for record, expected in zip(done.steps, reference.losses, strict=True):

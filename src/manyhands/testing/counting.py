@@ -7,12 +7,15 @@ every sample was used once per epoch. A lost sample shows as -E+1, a sample that
 
 All numbers are integers and the batch size is a power of two, so float32 sums are exact in any order of
 updates.
+
+Where workers train weights of their own and average them, a use does not count 1: it counts by the worker's
+part of the round. `RoundCounts` computes from the record of a run what the weights must then be.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from manyhands.compute.seeds import derive
 from manyhands.embeddings.modules import RowModel, Rows, SparseEmbedding
 from manyhands.embeddings.spec import Table
 from manyhands.job import Job
@@ -124,3 +128,71 @@ def check_counts(
         wrong = (numbers != -epochs).any(dim=1).nonzero().flatten().tolist()
         used = {n: sorted({0.0 - float(value) for value in numbers[n]}) for n in wrong[:8]}
         assert not wrong, f"{name}: {len(wrong)} samples were not used {epochs} times: {used}"
+
+
+class RoundCounts:
+    """The numbers of the dense rows after a training in rounds, as its events tell them.
+
+    In a round, a worker subtracts batch_size / n for each sample of a share of n, and its part of the average
+    is its part of all samples that are used in the round. So a sample that is lost, used twice, or in the
+    weights of a worker but not in the record shows in the numbers.
+    """
+
+    def __init__(self, round_steps: int, job: Counting) -> None:
+        self._round_steps = round_steps
+        self._job = job
+        self._numbers = torch.zeros(job.samples, dtype=torch.float64)
+        self._at_step = {0: self._numbers}
+        """The numbers at the end of each round, by its last step."""
+        self._shares: dict[str, list[Tensor]] = {}
+        """Samples of each worker in each step of the open round."""
+        self._last = (0, 0)
+        """The last step, and its epoch."""
+
+    def replay(self, events: Iterable[Mapping[str, Any]]) -> Tensor:
+        """Return the number of each sample at the end."""
+        for event in events:
+            if event["event"] == "StepCommitted":
+                self._add(event)
+            elif event["event"] in ("ViewChanged", "Evaluated"):
+                self._end_round()
+            elif event["event"] == "Resumed":
+                self._shares = {}
+                self._numbers = self._at_step[event["step"]]
+                self._last = (event["step"], event["epoch"])
+        self._end_round()
+        return self._numbers
+
+    def _add(self, event: Mapping[str, Any]) -> None:
+        step, epoch = event["step"], event["epoch"]
+        if epoch != self._last[1]:
+            self._end_round()
+        self._last = (step, epoch)
+        generator = torch.Generator().manual_seed(derive(self._job.seed, "epoch", epoch))
+        order = torch.randperm(self._job.samples, generator=generator)
+        for worker, ranges in event["shares"].items():
+            samples = [order[start:stop] for start, stop in ranges]
+            self._shares.setdefault(worker, []).append(torch.cat([order[:0], *samples]))
+        if step % self._round_steps == 0:
+            self._end_round()
+
+    def _end_round(self) -> None:
+        total = sum(len(share) for shares in self._shares.values() for share in shares)
+        numbers = self._numbers.clone()
+        for shares in self._shares.values():
+            part = sum(map(len, shares)) / max(total, 1)
+            for share in shares:
+                numbers[share] -= part * self._job.batch_size / max(len(share), 1)
+        self._numbers, self._shares = numbers, {}
+        self._at_step[self._last[0]] = numbers
+
+
+def check_round_counts(
+    state: Mapping[str, Any], events: Sequence[Mapping[str, Any]], *, round_steps: int
+) -> None:
+    """Assert that the weights of a checkpoint are what the events of a training in rounds make of them."""
+    wanted = RoundCounts(round_steps, Counting()).replay(events)
+    found = state["model"]["dense"]
+    torch.testing.assert_close(
+        found, wanted.float()[:, None].expand_as(found), rtol=1e-4, atol=1e-4
+    )
