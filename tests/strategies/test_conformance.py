@@ -1,5 +1,8 @@
 """Every strategy keeps what the conformance suite asks, with real processes.
 
+All checks on all strategies are in test_in_process.py, with threads. Here is what only processes show: deaths
+in the middle of anything, bytes on the wire; and one or two cases of the rest for each strategy.
+
 Parameter servers can be arranged in many ways. Each way of a switch (where servers are, how many, what
 carries the numbers, replicas, the optimizer) is in some case here, each case in the checks that it has
 most to do with: a selection that covers all of them, not all of their pairs.
@@ -23,6 +26,7 @@ from manyhands.testing.conformance import (
     equals_single,
     equals_single_with_accumulation,
     equals_single_with_own_weights,
+    learns,
     repeats_and_resumes_bit_equal,
     reports_the_bytes_it_sends,
     resumes_as,
@@ -41,6 +45,8 @@ CASES = [
 WIDE = {"width": 20_000}
 """Enough parameters for every server to have some."""
 TRUSTED = ("--trust-network",)
+SHOWN_BY_THREADS = (equals_single_with_accumulation, equals_single_with_own_weights)
+"""Checks that processes pass if threads do: nothing dies, and nothing is measured."""
 COUNTED = ("ps:sync(transport=shm)", "ps:async(transport=tcp)")
 """Whose samples are counted in `make test`; those of the others in `make long`."""
 
@@ -127,6 +133,11 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
 ]
 
 
+LEARNING: list[tuple[Case, tuple[Check, ...]]] = [
+    (Case("ps:async", workers=2), (learns,)),
+    (Case("ps:backup(transport=tcp)", workers=3), (learns,)),
+]
+"""Strategies that do not equal one worker."""
 CODED: list[tuple[Case, tuple[Check, ...]]] = [
     (
         Case("allreduce + int8", workers=2, fields=WIDE),
@@ -143,10 +154,12 @@ CODED: list[tuple[Case, tuple[Check, ...]]] = [
             case,
             check,
             id=f"{check.__name__}-{case}",
-            # What four workers have in common with two; what one has not to agree on with anybody.
+            # What test_in_process.py shows, four workers have in common with two, or one has not to agree on
+            # with anybody.
             marks=[pytest.mark.long]
             * (
-                (case.workers == 4 and check is not equals_single)
+                check in SHOWN_BY_THREADS
+                or case.workers == 4
                 or (case.workers == 1 and check not in (equals_single, survives_a_kill))
             ),
         )
@@ -168,14 +181,16 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
             # The slowest, of whose parts the others have something.
             marks=[pytest.mark.long]
             * (
-                "dedicated" in case.strategy
+                check in SHOWN_BY_THREADS
+                or (check is ends_and_evaluates_in_steps and case.strategy in COUNTED[1:])
+                or "dedicated" in case.strategy
                 or case.workers == 4
                 or (case.workers == 3 and check in (survives_a_kill, begins_again))
                 or (check is counts_every_sample_once and case.strategy not in COUNTED)
                 or "servers=1" in case.strategy
             ),
         )
-        for case, checks in (*SERVED, *CODED)
+        for case, checks in (*SERVED, *LEARNING, *CODED)
         for check in checks
     ],
 )

@@ -20,13 +20,16 @@ from manyhands.testing.conformance import (
     Check,
     assert_once_an_epoch,
     checks_for,
+    dies_in_the_exchange,
     ends_and_evaluates_in_steps,
     equals_single,
     equals_single_with_own_weights,
     evaluates_without_a_trace,
+    first_worker_dies,
     learns,
     repeats_and_resumes_bit_equal,
     survives_a_kill,
+    workers_join_and_leave,
 )
 from manyhands.testing.harness import Finished
 
@@ -80,6 +83,21 @@ def extra(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], type[Strategy
 
 
 Extra = Callable[[str, str], type[Strategy]]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        equals_single,
+        repeats_and_resumes_bit_equal,
+        workers_join_and_leave,
+        dies_in_the_exchange,
+        first_worker_dies,
+    ],
+    ids=lambda check: check.__name__,
+)
+def test_replicas_of_two_workers(check: Check, extra: Extra, tmp_path: Path) -> None:
+    check(Case(extra("paired", "Paired").name, workers=4, in_process=True), tmp_path)
 
 
 def test_a_strategy_that_never_updates_does_not_learn(extra: Extra, tmp_path: Path) -> None:

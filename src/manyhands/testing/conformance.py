@@ -83,6 +83,11 @@ class Case:
     def equals_single(self) -> bool:
         return self.traits.equals_single or self.same_as_single
 
+    @property
+    def replica_size(self) -> int:
+        """Workers that hold one copy of the model together."""
+        return make_strategy(self.strategy).replica_size(self.workers)
+
     def arguments(self, job: str, run: Path, *flags: str, **fields: Any) -> list[str]:
         return harness.train_arguments(
             job,
@@ -327,9 +332,9 @@ def learns(case: Case, folder: Path) -> None:
 
 
 def resumes_on_other_numbers_of_workers(case: Case, folder: Path) -> None:
-    """Stop in the middle of an epoch; resume on one worker more, if that is possible."""
-    more = replace(case, workers=case.workers + (case.workers > 1))
-    resumes_as(case, more, folder)
+    """Stop in the middle of an epoch; resume on one replica more, if that is possible."""
+    workers = case.workers + (case.replica_size if case.workers > 1 else 0)
+    resumes_as(case, replace(case, workers=workers), folder)
 
 
 def evaluates_without_a_trace(case: Case, folder: Path) -> None:
@@ -343,9 +348,10 @@ def evaluates_without_a_trace(case: Case, folder: Path) -> None:
 
 
 def workers_join_and_leave(case: Case, folder: Path) -> None:
-    """Add a worker to the live run and then remove one, if the strategy can: the result does not show it."""
+    """Add a replica to the live run and then remove one, if the strategy can: the result does not show it."""
     run, epochs = folder / "run", 9
-    numbers = [case.workers + 1, case.workers] if case.traits.can_shrink else [case.workers + 1]
+    more = case.workers + case.replica_size
+    numbers = [more, case.workers] if case.traits.can_shrink else [more]
     pause_s = case.pause_s(0.05)
     arguments = case.arguments("Regression", run, pause_s=pause_s, epochs=epochs)
     with case.command(*arguments, run=run, slow_after=2) as running:

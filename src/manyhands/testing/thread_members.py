@@ -48,7 +48,7 @@ BEGIN, COMPUTE, EXCHANGE = "begin", "compute", "exchange"
 MOMENTS = (BEGIN, COMPUTE, EXCHANGE)
 """When in a step a worker can be made to die: before its forward, after its backward, when it next waits for
 the others in a group."""
-SLOW_S = 0.1
+SLOW_S = 0.05
 """Time that each step takes in a run that a test is about to interfere with."""
 END_S = 20.0
 """Time in which a member that was killed has ended."""
