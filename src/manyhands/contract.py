@@ -324,6 +324,10 @@ class Learner(ABC):
         Called only if `Traits.wraps` is true. The optimizer, the schedule and, in the first view, the weights
         of a checkpoint follow; then on_view. In a later view model and optimizer are new: on_view brings the
         weights, or raises WeightsLost.
+
+        Torch's own layouts (fully_shard, DTensor) take the mesh of the view's group (`Group.device_mesh`).
+        Their tensors are saved whole, under the model's own names, and loaded in any layout: all workers take
+        part in saving, and the first one writes.
         """
         return model
 

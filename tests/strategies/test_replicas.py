@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from manyhands.strategies.registry import STRATEGIES
 from manyhands.testing import conformance, harness
-from manyhands.testing.conformance import EQUAL, Case, assert_once_an_epoch
+from manyhands.testing.conformance import EQUAL, Case, Check, assert_once_an_epoch
 from manyhands.testing.harness import Finished
 
 EXTRA = Path(__file__).parent / "extra"
@@ -32,19 +31,26 @@ def every_process_knows_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    "check", [conformance.equals_single, conformance.survives_a_kill], ids=lambda c: c.__name__
+)
+def test_conformance(check: Check, tmp_path: Path) -> None:
+    check(PAIRED, tmp_path)
+
+
+@pytest.mark.parametrize(
     "check",
     [
-        conformance.equals_single,
         conformance.equals_single_with_accumulation,
         conformance.equals_single_with_own_weights,
         conformance.repeats_and_resumes_bit_equal,
-        conformance.survives_a_kill,
+        conformance.begins_again,
         conformance.counts_every_sample_once,
+        conformance.ends_and_evaluates_in_steps,
     ],
-    ids=lambda check: check.__name__,
+    ids=lambda c: c.__name__,
 )
-def test_conformance(check: Callable[[Case, Path], None], tmp_path: Path) -> None:
-    check(PAIRED, tmp_path)
+def test_conformance_with_threads(check: Check, tmp_path: Path) -> None:
+    check(Case("paired", workers=4, in_process=True), tmp_path)
 
 
 def test_a_step_counts_once_per_replica(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""None of our code uses torch's default group: in `mh.join()` it is the user's."""
+"""None of our code uses torch's default group: in `mh.join()` it is the user's. One module makes one, for
+those of torch's own pieces that need it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import manyhands
 
 HOME = Path(manyhands.__file__).parent
-FILES = sorted(HOME.rglob("*.py"))
+FILES = sorted({*HOME.rglob("*.py")} - {HOME / "collectives" / "default_group.py"})
 GROUPS = ("group", "process_group", "pg")
 """Names of the parameter that is the default group if nobody gives another."""
 MAKES = {"init_process_group", "new_group", "new_subgroups", "split_group"}

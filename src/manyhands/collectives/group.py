@@ -11,6 +11,7 @@
     work.wait()
 
     pair = group.split([0, 1])                          a group of some of the workers
+    mesh = group.device_mesh([2, 4], ["dp", "tp"])      for torch's own: fully_shard, DTensor, pipelining
     group.cut()                                         from any thread: every wait in it and its splits fails
     group.close()
 
@@ -37,6 +38,7 @@ that it was made from.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -59,6 +61,9 @@ from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.transport.keepalive import look_after
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from manyhands.collectives.default_group import DefaultGroup
     from manyhands.hosts.me import Me
 
 Reduction = Literal["sum", "min", "max"]
@@ -66,6 +71,9 @@ Reduction = Literal["sum", "min", "max"]
 CONNECT_S = 5.0
 """Timeout of connecting. All workers of a view connect at the same moment, so it usually takes much less;
 after a timeout they try again."""
+
+COLLECTIVE_S = 1800.0
+"""Timeout of a collective, unless the run has another."""
 
 _LOST = (
     "connection closed by peer",
@@ -232,6 +240,26 @@ class Group(ABC):
             raise ValueError(f"split({ranks}): rank {self.rank}, which called it, is not in it")
         return self._split(ranks)
 
+    def device_mesh(
+        self, sizes: Sequence[int], names: Sequence[str], *, device: str = "cpu"
+    ) -> DeviceMesh:
+        """Return a mesh of all workers of the group, in rank order, for torch's own pieces (fully_shard,
+        DTensor, pipelining). All workers call it.
+
+        What these send does not pass this group, but torch's default group, which is made for it: only one
+        group of a process can have meshes (default_group.py). It is cut and closed with this group.
+
+        Args:
+            sizes: Number of workers in each dimension; their product is the size of the group.
+            device: This worker's device.
+        """
+        if math.prod(sizes) != self.size or len(sizes) != len(names):
+            raise ValueError(
+                f"device_mesh({list(sizes)}, {list(names)}): needs a name for each size, and sizes whose "
+                f"product is {self.size}"
+            )
+        return self._default_group(device).mesh(sizes, names, device=device)
+
     @abstractmethod
     def describe(self) -> str:
         """Return the transport, as shown on the console."""
@@ -272,6 +300,12 @@ class Group(ABC):
     @abstractmethod
     def _split(self, ranks: list[int]) -> Group: ...
 
+    def _default_group(self, device: str) -> DefaultGroup:
+        """Return torch's default group of these workers; the first time, make it."""
+        raise RuntimeError(
+            f"a {type(self).__name__} has no device mesh: it does not send through torch"
+        )
+
     # Checks -------------------------------------------------------------------------------------
 
     def _check_rank(self, what: str, name: str, rank: int) -> None:
@@ -305,7 +339,7 @@ class GroupLimits:
     gather_s: float
     """All workers have come to the store."""
     connect_s: float = CONNECT_S
-    collective_s: float = 1800.0
+    collective_s: float = COLLECTIVE_S
 
 
 class TorchGroup(Group):
@@ -339,6 +373,7 @@ class TorchGroup(Group):
         self._bytes_of_closed = 0
         """What was sent in splits that are closed."""
         self._num_splits: dict[tuple[int, ...], int] = {}
+        self._made_default: DefaultGroup | None = None
         before = open_sockets() if backend == "gloo" else None
         connect_s = limits.gather_s + limits.connect_s
         try:
@@ -352,7 +387,9 @@ class TorchGroup(Group):
         counted = self._connections.bytes_sent()
         splits = sum(split.bytes_sent for split in list(self._splits))
         mine = self._computed_bytes if counted is None else counted
-        return mine + splits + self._bytes_of_closed
+        default = self._made_default
+        of_meshes = default.bytes_sent if default is not None else 0
+        return mine + splits + of_meshes + self._bytes_of_closed
 
     def watch(self) -> None:
         """Break connections, also those of splits, to peers that are alive and unreachable: gloo would wait
@@ -372,9 +409,11 @@ class TorchGroup(Group):
     def cut(self) -> None:
         with self._lock:
             self._cut = True
-            splits = list(self._splits)
+            splits, default = list(self._splits), self._made_default
         for split in splits:
             split.cut()
+        if default is not None:
+            default.cut()
         made = self._backend
         if self.backend == "nccl" and made is not None:
             with suppress(RuntimeError):
@@ -385,9 +424,13 @@ class TorchGroup(Group):
         with self._lock:
             self._closed = True
             splits, self._splits = self._splits, []
+            default, self._made_default = self._made_default, None
         for split in splits:
             split.close()
             self._bytes_of_closed += split.bytes_sent
+        if default is not None:
+            self._bytes_of_closed += default.bytes_sent
+            default.close()
         self._connections.bytes_sent()  # while it can be counted
         # The last reference: its threads end here, without holding the interpreter's lock.
         self._backend = None
@@ -477,6 +520,25 @@ class TorchGroup(Group):
             split.cut()
         return split
 
+    def _default_group(self, device: str) -> DefaultGroup:
+        if self._made_default is None:
+            from manyhands.collectives.default_group import DefaultGroup
+
+            self._alive()
+            made = DefaultGroup(
+                self._store,
+                rank=self.rank,
+                size=self.size,
+                backend=self.backend,
+                connect_s=self._limits.connect_s,
+                collective_s=self._limits.collective_s,
+            )
+            with self._lock:
+                self._made_default, cut = made, self._cut
+            if cut:  # while it was formed
+                made.cut()
+        return self._made_default
+
     def _alive(self) -> None:
         """Raise if this worker need not wait any longer for others to join a split."""
         self._check()
@@ -498,6 +560,8 @@ class TorchGroup(Group):
 
     def _all_connections(self) -> Iterator[socket.socket]:
         yield from self._connections
+        if (default := self._made_default) is not None:
+            yield from default.connections()
         for split in list(self._splits):
             yield from split._all_connections()
 
@@ -530,6 +594,18 @@ def peer_lost(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return any(phrase in text for phrase in _LOST)
+
+
+@contextmanager
+def lost_peer_as_consequence(me: Me) -> Iterator[None]:
+    """Turn the error of a collective into PeerLost, where no view follows a death: the coordinator then looks
+    for its cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not peer_lost(error):
+            raise
+        raise me.lost_a_peer(error) from error
 
 
 @contextmanager

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.collectives.group import Group, Reduction, Work
+from manyhands.collectives.group import COLLECTIVE_S, CONNECT_S, Group, Reduction, Work
+
+if TYPE_CHECKING:
+    from manyhands.collectives.default_group import DefaultGroup
 
 
 class Done:
@@ -20,6 +26,7 @@ class LoneWorker(Group):
 
     def __init__(self, *, device: str = "cpu") -> None:
         super().__init__(rank=0, size=1, device=device)
+        self._made_default: DefaultGroup | None = None
 
     def describe(self) -> str:
         return "none"
@@ -28,7 +35,9 @@ class LoneWorker(Group):
         return
 
     def close(self) -> None:
-        return
+        default, self._made_default = self._made_default, None
+        if default is not None:
+            default.close()
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         return Done()
@@ -57,3 +66,18 @@ class LoneWorker(Group):
 
     def _split(self, ranks: list[int]) -> Group:
         return LoneWorker(device=self.device)
+
+    def _default_group(self, device: str) -> DefaultGroup:
+        if self._made_default is None:
+            from manyhands.collectives.default_group import DefaultGroup
+
+            backend = "nccl" if device.startswith("cuda") else "gloo"
+            self._made_default = DefaultGroup(
+                dist.HashStore(),
+                rank=0,
+                size=1,
+                backend=backend,
+                connect_s=CONNECT_S,
+                collective_s=COLLECTIVE_S,
+            )
+        return self._made_default

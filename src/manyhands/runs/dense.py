@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from manyhands.runs.layouts import laid_out_as
+
 _without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 
 
@@ -30,7 +32,9 @@ def dense_state(model: nn.Module) -> dict[str, Any]:
 def load_dense_state(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a state dict without rows. The rows of the model stay."""
     with _rows_left_out():
-        model.load_state_dict(state)
+        own = model.state_dict()
+        laid_out = {name: laid_out_as(value, own.get(name)) for name, value in state.items()}
+        model.load_state_dict(laid_out)
 
 
 @contextmanager

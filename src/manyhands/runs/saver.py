@@ -30,6 +30,7 @@ from manyhands.runs import safe_reader, table_files
 from manyhands.runs.checkpoints import facts_of, member_folder, partial
 from manyhands.runs.dense import dense_state, load_dense_state
 from manyhands.runs.encoding import from_pairs, to_pairs
+from manyhands.runs.layouts import laid_out_as, own_part, whole
 from manyhands.runs.table_files import INDEX, Chain, SavableTables, TableFilePart
 from manyhands.threads import start_thread
 
@@ -165,6 +166,9 @@ def not_finite(weights: Mapping[str, torch.Tensor], rows: TableFilePart | None =
 def _is_finite(weight: torch.Tensor) -> bool:
     if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
         return True
+    weight = own_part(weight)
+    if not weight.numel():
+        return True
     numbers = torch.view_as_real(weight.resolve_conj()) if weight.is_complex() else weight
     low, high = torch.aminmax(numbers.detach())  # propagates NaN
     return bool(torch.isfinite(low) and torch.isfinite(high))
@@ -187,20 +191,29 @@ def gather_state(
     def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
+        leaf = whole(leaf)
         target = next(there, None)
         if target is None or (target.shape, target.dtype) != (leaf.shape, leaf.dtype):
             return leaf.detach().to("cpu", copy=True)
         return target.copy_(leaf.detach())
 
-    state: dict[str, Any] = {}
-    if trained is not None:
-        state = {
-            "model": dense_state(trained.model),
-            "optimizer": optimizer_state(trained.model, trained.optimizer),
-            "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
-            "schedule": trained.schedule_state,
-        }
+    state = _state_of(trained) if trained is not None else {}
     return tree_map(copied, {**state, "learner": own})
+
+
+def help_gather_state(trained: Trained) -> None:
+    """Send this worker's parts of a state that is laid out over workers, while another one gathers it."""
+    for leaf in tree_leaves(_state_of(trained)):
+        whole(leaf)
+
+
+def _state_of(trained: Trained) -> dict[str, Any]:
+    return {
+        "model": dense_state(trained.model),
+        "optimizer": optimizer_state(trained.model, trained.optimizer),
+        "scheduler": trained.scheduler.state_dict() if trained.scheduler is not None else {},
+        "schedule": trained.schedule_state,
+    }
 
 
 def write_state(
@@ -332,7 +345,13 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: dict[str
         raise ValueError(f"different number of parameter groups: {len(saved)}, and {len(mine)} now")
     # torch identifies parameters by their order, which may have changed in the job.
     groups = [{**s, "params": own["params"]} for s, own in zip(saved, mine, strict=True)]
-    per_parameter = {numbers[name]: values for name, values in state.get("state", {}).items()}
+    parameters = dict(model.named_parameters())
+    per_parameter = {
+        numbers[name]: {
+            key: laid_out_as(value, parameters.get(name)) for key, value in values.items()
+        }
+        for name, values in state.get("state", {}).items()
+    }
     optimizer.load_state_dict({"state": per_parameter, "param_groups": groups})
 
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from manyhands.collectives.group import lost_peer_as_consequence, view_change_on_lost_peer
 from manyhands.compute.evaluation import evaluate, forwards_each
 from manyhands.compute.feed import Feed, Share
 from manyhands.compute.gradients import rehearse
@@ -42,7 +43,7 @@ from manyhands.hosts.messages import ViewFormed
 from manyhands.hosts.view import Seat, View
 from manyhands.measure import registered
 from manyhands.runs.files import jsonable
-from manyhands.runs.saver import Saver, not_finite
+from manyhands.runs.saver import Saver, help_gather_state, not_finite
 from manyhands.transport.fields import read
 from manyhands.worker.built_job import BuiltJob
 from manyhands.worker.reporter import Reporter
@@ -135,13 +136,21 @@ class Worker:
             if not isinstance(message, View) and self.me.view_changing:
                 continue  # of a view that is over: a checkpoint of it would claim steps that are void
             try:
-                with self.me.view_change_on_lost_peer():
+                with self.me.view_change_on_lost_peer(), self._lost_peer():
                     self._do(message, agenda)
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
         self.reporter.send(messages.Left, applied=self.learner.close())
         if self.loaders is not None:
             self.loaders.close()
+
+    def _lost_peer(self) -> AbstractContextManager[None]:
+        """Return a context for the errors of collectives outside the learner: a model that is laid out sends
+        in its forward, also in an evaluation, and when its state is gathered."""
+        if not self._traits.wraps:
+            return nullcontext()
+        elastic = self._traits.elastic
+        return (view_change_on_lost_peer if elastic else lost_peer_as_consequence)(self.me)
 
     def _do(self, message: View | messages.Order, agenda: Agenda) -> None:
         match message:
@@ -304,6 +313,8 @@ class Worker:
     def _checkpoint(self, step: int) -> None:
         self._drain()
         first = self.me.rank == 0
+        if self._traits.wraps and not first:
+            help_gather_state(self.train_state)
         if first or self._traits.holds_state:
             with self.member.activity.during(SAVING):
                 self.saver.finish()

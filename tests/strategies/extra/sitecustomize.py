@@ -1,5 +1,6 @@
 """Makes the strategies of this folder known to every process that has it on its PYTHONPATH."""
 
+from by_fsdp import ByFsdp
 from every_collective import EveryCollective
 from paired import Paired
 from sharded_by_hand import ShardedByHand
@@ -10,5 +11,8 @@ from manyhands.strategies.registry import STRATEGIES
 
 STRATEGIES |= {
     strategy.name: strategy
-    for strategy in (ShardedByHand, Paired, Counted, Averaged, EveryCollective, Unmoved)
+    for strategy in (
+        *(ShardedByHand, ByFsdp, Paired),
+        *(Counted, Averaged, EveryCollective, Unmoved),
+    )
 }
