@@ -36,12 +36,16 @@ from typing import Any
 
 from manyhands.testing import harness
 from manyhands.testing.conformance import EQUAL, Case, assert_once_an_epoch, counting_case
-from manyhands.testing.counting import COUNTING, Counting, check_counts
+from manyhands.testing.counting import COUNTING, Counting, check_counts, check_round_counts
 
 MODES = ("ps:sync", "ps:async", "ps:ssp", "ps:backup")
 TRANSPORTS = ("shm", "tcp")
 PLACEMENTS = ("colocated", "dedicated")
-KINDS = [("allreduce", "", ""), *itertools.product(MODES, TRANSPORTS, PLACEMENTS)]
+KINDS = [
+    ("allreduce", "", ""),
+    ("local(every=8)", "", ""),
+    *itertools.product(MODES, TRANSPORTS, PLACEMENTS),
+]
 SPARE_HANDLES = 6
 """Tolerated number of additional files or threads: a connection may be in progress."""
 LEAST_READINGS = 4
@@ -201,7 +205,10 @@ def audit(
 def audit_counts(outcome: ChaosRun, *, epochs: int) -> None:
     """Assert that the weights of the counting job count every sample once per epoch."""
     audit(outcome, epochs=epochs, samples=Counting.samples)
-    check_counts(outcome.done.state(), epochs=epochs, rows=outcome.case.counts_rows)
+    if (every := outcome.case.traits.round_steps) is None:
+        check_counts(outcome.done.state(), epochs=epochs, rows=outcome.case.counts_rows)
+    else:
+        check_round_counts(outcome.done.state(), outcome.done.events, round_steps=every)
 
 
 def _kill_coordinator(running: harness.RunningCommand, outcome: ChaosRun) -> None:

@@ -157,6 +157,8 @@ class RoundCounts:
             elif event["event"] in ("ViewChanged", "Evaluated"):
                 self._end_round()
             elif event["event"] == "Resumed":
+                if event["step"] == self._last[0]:
+                    self._end_round()
                 self._shares = {}
                 self._numbers = self._at_step[event["step"]]
                 self._last = (event["step"], event["epoch"])
