@@ -116,6 +116,8 @@ DEDICATED = "placement=dedicated,transport=tcp"
 TRAFFIC = (
     CostCase("allreduce", 2),
     CostCase("allreduce", 4),
+    CostCase("allreduce+int8", 2),
+    CostCase("allreduce+int8", 4),
     CostCase("ps:sync(transport=tcp)", 2),
     CostCase("ps:sync(transport=tcp)", 4, TRUSTED),
     CostCase("ps:sync(transport=tcp,replicas=0)", 3),
@@ -133,6 +135,7 @@ MEMORY = (
     CostCase("single", 1),
     CostCase("single", 1, fields={"optim": "adam"}),
     CostCase("allreduce", 2),
+    CostCase("allreduce+int8", 2),
     CostCase("ps:sync", 2),
     CostCase("ps:sync(transport=tcp)", 2),
     CostCase("ps:sync(transport=tcp,replicas=0)", 3),
