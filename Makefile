@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup demo test lint types unit chaos long bench docs lock clean
+.PHONY: help setup demo test lint types unit suite chaos long bench docs lock clean
 
 help:  ## what can be made
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,12 @@ unit: setup  ## the tests, in two processes: those of whole runs mostly wait
 		> $$others 2>&1 & others_id=$$!; \
 	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies; whole=$$?; \
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
+
+suite: setup  ## the conformance suite with threads: all strategies and pairs, on two cores, in a minute
+	@began=$$(date +%s); log=$$(mktemp); $(BIN)/python -m pytest -q tests/strategies/test_pairs.py > $$log 2>&1 & pairs=$$!; \
+	$(BIN)/python -m pytest -q tests/strategies/test_in_process.py; strategies=$$?; \
+	wait $$pairs; status=$$?; cat $$log; rm $$log; \
+	echo "all of it in $$(($$(date +%s) - began)) s"; exit $$((strategies + status))
 
 chaos: setup  ## kill over 200 members of runs, and check that no sample was lost or counted twice
 	@$(BIN)/python -m manyhands.testing.chaos

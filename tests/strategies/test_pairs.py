@@ -11,6 +11,7 @@ import pytest
 from manyhands import pairs
 from manyhands.pairs import CODEC, features
 from manyhands.strategies.pairs import rows
+from manyhands.testing import in_process
 from manyhands.testing.conformance import PAIRS, Case, Check, checks_of_pairs
 
 ELSEWHERE = {
@@ -29,6 +30,12 @@ LIKE_OTHERS = {
 }
 OVER_TCP = ["ps:sync", "ps:async", "ps:ssp", "ps:backup"]
 """Strategies that are also tried over TCP, which they use by themselves only between hosts."""
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with in_process.folder_in_memory() as folder:
+        yield folder
 
 
 def working() -> Iterator[tuple[Case, Check]]:

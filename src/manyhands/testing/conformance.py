@@ -47,8 +47,9 @@ from manyhands.testing.thread_members import BEGIN, COMPUTE, EXCHANGE, Death
 Running = harness.RunningCommand | in_process.RunningThreads
 
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
-ACCURACY = 0.93
-"""Least accuracy on the digits after six epochs. One worker reaches 0.97; without any update it is 0.1."""
+ACCURACY = 0.9
+"""Least accuracy on the digits after six epochs. One worker reaches 0.96, and ps:async, which divides its
+learning rate by the staleness, 0.93 to 0.95; without any update it is 0.1."""
 EQUAL = "--equal-shares"
 """For bit-equal results: shares by speed depend on other load, and the order of sums on the shares."""
 

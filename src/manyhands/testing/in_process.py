@@ -13,7 +13,9 @@ thread_members.py. One run at a time: while it lasts, what this process prints g
 from __future__ import annotations
 
 import io
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -31,6 +33,17 @@ from manyhands.threads import start_thread
 TIMEOUTS = Timeouts(settle_s=0.1, beat_s=0.2)
 """A thread that ends is noticed at once."""
 POLL_S = 0.002
+MEMORY = "/dev/shm"
+"""A file system in memory, on most Linux systems."""
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """Create a folder for the runs of a test, in memory if possible, and delete it at the end. On a disk, short
+    runs mostly wait for their checkpoints."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="manyhands-test-", dir=place) as folder:
+        yield Path(folder)
 
 
 class RunningThreads:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -35,6 +34,7 @@ from manyhands.testing.conformance import (
     checks_for,
     checks_of_pairs,
 )
+from manyhands.testing.in_process import folder_in_memory
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,11 @@ def check_strategy(
         raises: If true, raise an AssertionError with all failures at the end.
     """
     results: list[CheckResult] = []
-    with _registered(strategy) as spec, tempfile.TemporaryDirectory() as folder:
+    with _registered(strategy) as spec, folder_in_memory() as folder:
         for number in workers:
             case = Case(spec, workers=number, accuracy=accuracy, in_process=True)
             for check in checks_of(case):
-                results.append(_result(case, check, Path(folder) / f"{number}-{check.__name__}"))
+                results.append(_result(case, check, folder / f"{number}-{check.__name__}"))
                 print(results[-1], flush=True)
     failed = [result for result in results if result.error]
     seconds = sum(result.seconds for result in results)
