@@ -118,6 +118,7 @@ TRAFFIC = (
     CostCase("allreduce", 4),
     CostCase("allreduce+int8", 2),
     CostCase("allreduce+int8", 4),
+    CostCase("local(every=10)", 3),
     CostCase("ps:sync(transport=tcp)", 2),
     CostCase("ps:sync(transport=tcp)", 4, TRUSTED),
     CostCase("ps:sync(transport=tcp,replicas=0)", 3),
