@@ -39,7 +39,7 @@ MEMORY = "/dev/shm"
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """Create a folder for the runs of a test, in memory if possible, and delete it at the end. On a disk, short
+    """Create a folder for the runs of a test, in memory if possible; delete it at the end. On a disk, short
     runs mostly wait for their checkpoints."""
     place = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="manyhands-test-", dir=place) as folder:
