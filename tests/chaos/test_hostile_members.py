@@ -63,7 +63,7 @@ def test_each_member_that_sends_nonsense_is_named_and_lost(tmp_path: Path) -> No
     lost = {event["member"]: event["reason"] for event in done.of("MemberLost")}
     nonsense = "sent an invalid message"
     assert lost == {
-        "worker-1": f"{nonsense}: 'StepsReport': rows[0] has 2 fields of 8 to 12",
+        "worker-1": f"{nonsense}: 'StepsReport': rows[0] has 2 fields of 8 to 13",
         "worker-2": f"{nonsense}: 'Failed': reason is missing",
         "worker-3": f"{nonsense}: it takes the seat of 'worker-0', a 'worker'",
     }

@@ -67,8 +67,8 @@ def fails(
         ),
         (["train", str(EXAMPLES / "digits.py"), "--strategy", "allreduce("], "does not parse"),
         (
-            ["train", str(EXAMPLES / "digits.py"), "--strategy", "allreduce+int8"],
-            "can't be combined",
+            ["train", str(EXAMPLES / "digits.py"), "--strategy", "ps:sync+int8"],
+            "int8 does not work with ps:sync",
         ),
         (
             ["train", str(EXAMPLES / "digits.py"), "--strategy", "single", "--workers", "2"],
