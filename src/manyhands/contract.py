@@ -90,7 +90,8 @@ class Traits:
     """If true, the job can shrink: no worker is the only holder of any weights."""
     holds_state: bool = False
     """If true, each worker holds state that no other has. Every worker writes its own to a checkpoint, and a
-    worker that leaves hands its own over. That of a worker that dies is lost; one that joins has none."""
+    worker that leaves a live run (`manyhands scale`) sends its own to another one, if the learner returns
+    `Joined.group`. That of a worker that dies is lost; one that joins has none."""
     equals_single: bool = True
     """If true, the weights are those of one worker with the same batches, up to the order of sums."""
     shares_memory: bool = False
@@ -263,7 +264,8 @@ class Joined:
     prefetches: bool = False
     """If true, `prefetch` is called with the share after the next one."""
     group: Group | None = None
-    """The group of the view's workers, if they form one. `Hands.mean` of `mh.join()` uses it."""
+    """The group of the view's workers, if they form one. `Hands.mean` of `mh.join()` uses it, and a worker
+    that leaves sends its state through it (`Traits.holds_state`); without a group that state is lost."""
 
 
 @dataclass(slots=True)
@@ -393,7 +395,8 @@ class Learner(ABC):
 
         All workers get the state of the first one. With `Traits.holds_state` each state goes to one worker
         instead: when resuming on fewer workers some get several, on more some get none. Later, a worker gets
-        that of one that leaves, and has a state of its own by then: it adds up, merges or appends.
+        that of one that has left, just before `on_view` with the first view without it, and has a state of
+        its own by then: it adds up, merges or appends.
         """
         names = [name for state in states for name in state]
         raise AssertionError(f"{type(self).__name__} keeps no state and got {names}")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from manyhands.coordinator.handover import receivers
 from manyhands.runs.checkpoints import final, steps, verify
+from manyhands.runs.folder import RunFolder
 from manyhands.runs.saver import learner_states
 from manyhands.testing import harness
 from manyhands.testing.conformance import EQUAL, assert_once_an_epoch
@@ -64,6 +67,79 @@ def test_counters_keep_their_sum_on_other_numbers_of_workers(tmp_path: Path) -> 
     assert sum(counts(more)) == samples(more) == 3 * NUM_SAMPLES
     assert len(counts(more)) == 3
     assert_once_an_epoch(more)
+
+
+def scaled(run: Path, *numbers: int, workers: int, epochs: int) -> Finished:
+    """Train with counters, and scale the live run to these numbers of workers, one after the other."""
+    arguments = harness.train_arguments(
+        *("Regression", run, EQUAL, "--max-restarts", "0"),
+        strategy="counted",
+        workers=workers,
+        epochs=epochs,
+        pause_s=0.05,
+    )
+    with harness.command(*arguments, run=run) as running:
+        for number in numbers:
+            done_by_then = sum(e["event"] == "StepCommitted" for e in running.events())
+            running.wait_for_step(done_by_then + 4)
+            RunFolder.open(run).request(number)
+            running.wait_for(partial(has_workers, number))
+        return running.wait(code=0)
+
+
+def has_workers(number: int, events: list[dict[str, Any]]) -> bool:
+    views = [event for event in events if event["event"] == "ViewChanged"]
+    return bool(views) and len(views[-1]["members"]) == number
+
+
+def used_by(done: Finished, worker: str) -> int:
+    """Return how many samples of committed steps this worker has computed."""
+    ranges = (span for step in done.steps for span in step["shares"].get(worker, ()))
+    return sum(stop - start for start, stop in ranges)
+
+
+def handed_over(done: Finished) -> list[str]:
+    return [e["message"] for e in done.of("Noticed") if "got the state of" in e["message"]]
+
+
+def test_counters_keep_their_sum_when_workers_leave_and_join(tmp_path: Path) -> None:
+    done = scaled(tmp_path / "run", 2, 3, workers=3, epochs=8)
+    assert sum(counts(done)) == samples(done) == 8 * NUM_SAMPLES
+    assert len(counts(done)) == 3
+    assert used_by(done, "worker-2") > 0
+    (note,) = handed_over(done)
+    assert note.endswith("got the state of worker-2, which has left")
+    receiver = int(note[len("worker-")])
+    # The one that got it counts it, too; the one that joined later began at 0.
+    own = [used_by(done, f"worker-{number}") for number in (0, 1, 3)]
+    own[receiver] += used_by(done, "worker-2")
+    assert counts(done) == own
+    assert not done.of("MemberLost")
+    assert_once_an_epoch(done, epochs=8)
+
+
+def test_counters_of_all_that_leave_go_to_those_that_stay(tmp_path: Path) -> None:
+    done = scaled(tmp_path / "run", 1, workers=4, epochs=6)
+    assert counts(done) == [samples(done)] == [6 * NUM_SAMPLES]
+    assert len(handed_over(done)) == 3
+    assert not done.of("MemberLost")
+
+
+@pytest.mark.parametrize("dies", ["worker-2", "receiver"])
+def test_a_death_in_the_handover_loses_one_counter_and_doubles_none(
+    dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = dies
+    if dies == "receiver":
+        victim = receivers(["worker-2"], ["worker-0", "worker-1", "worker-2"], first=1)["worker-2"]
+    monkeypatch.setenv("DIES_IN_HANDOVER", victim)
+    done = scaled(tmp_path / "run", 2, workers=3, epochs=6)
+    assert [lost["member"] for lost in done.of("MemberLost")] == [victim]
+    assert len(counts(done)) == 2
+    assert used_by(done, victim) > 0
+    assert sum(counts(done)) == samples(done) - used_by(done, victim)
+    assert not handed_over(done)
+    assert_once_an_epoch(done, epochs=6)
 
 
 @pytest.mark.long

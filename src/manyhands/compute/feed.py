@@ -79,6 +79,11 @@ class Feed:
                 future.cancel()
         self._coming.clear()
 
+    def close(self) -> None:
+        """End the loader processes."""
+        if self._loaders is not None:
+            self._loaders.close()
+
     def share(self, portion: Portion) -> Share:
         """Return the data of one step, in the announced order."""
         if self._loaders is None:

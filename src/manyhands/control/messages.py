@@ -116,6 +116,15 @@ class CheckpointOrder:
 
 
 @dataclass(frozen=True)
+class HandOverOrder:
+    """Workers are about to leave: send the state that each holds alone to another one."""
+
+    number: Count
+    receivers: Mapping[str, str]
+    """For each worker that leaves, the one that gets its state."""
+
+
+@dataclass(frozen=True)
 class RehearseOrder:
     """Do everything but train, with one sample."""
 
@@ -135,6 +144,7 @@ Order = (
     | RestOrder
     | EvaluateOrder
     | CheckpointOrder
+    | HandOverOrder
     | RehearseOrder
     | StopOrder
     | LeaveOrder
@@ -297,6 +307,12 @@ class Saved(Report):
     """Reason why it could not be saved; then there are no files."""
     not_finite: list[str] = field(default_factory=list)
     """Names of weights that are not finite, if that is why."""
+
+
+@dataclass(frozen=True)
+class HandedOver(Report):
+    number: Count
+    """That of the order."""
 
 
 @dataclass(frozen=True)

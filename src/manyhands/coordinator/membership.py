@@ -57,6 +57,7 @@ class Membership:
     def finish_view_change(self) -> None:
         """Activate the view: all have joined."""
         self.num_replaced += self.views.activate()
+        self.pool.handover.cancel()
         self._unreached.clear()
 
     def dismiss(self) -> None:

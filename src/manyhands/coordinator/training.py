@@ -126,6 +126,8 @@ class Training:
             )
         if change_view and dispatcher.idle:
             pool.change_view()
+        else:
+            pool.handover.cancel()
         self._emit_member_times()
 
     def on_beat(self, member: str, beat: Beat) -> None:
@@ -155,6 +157,8 @@ class Training:
             case messages.EvaluationReport() if current and not views.joining:
                 self._evaluation[member] = report
                 self._on_evaluation()
+            case messages.HandedOver(number=number) if current:
+                membership.pool.handover.note(member, number)
             case messages.Stopped() if current and not views.joining:
                 self._stopped.add(member)
                 if self._stopped.issuperset(self.dispatcher.members):

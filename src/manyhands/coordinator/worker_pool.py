@@ -1,8 +1,9 @@
 """Keeps the target number of workers: replaces members that died, resizes the run, leaves stragglers out.
 
 New members are started while the others train. Once one is ready, no more work is handed out; when
-nothing is open, the next view includes it, or lacks a worker that is not wanted any more. A new member
-that fails before it has joined a view is not a loss, only a failed attempt.
+nothing is open, the next view includes it, or lacks a worker that is not wanted any more, once that one has
+handed over what it alone holds (handover.py). A new member that fails before it has joined a view is not a
+loss, only a failed attempt.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from manyhands.coordinator.context import RunContext
+from manyhands.coordinator.handover import Handover
 from manyhands.coordinator.roster import Roster
 from manyhands.coordinator.views import Views
 from manyhands.errors import ManyhandsError
@@ -32,6 +34,10 @@ class WorkerPool:
         """Members started in place of others. Limited by `max_restarts`."""
         self._waiting: list[tuple[str, int]] = []
         """Role and place of members to start as soon as a host has a free slot."""
+        self.handover = Handover(
+            context.coordinator.send, needed=context.options.config.traits.holds_state
+        )
+        """What workers hand over that leave on purpose."""
         self._leaving: set[str] = set()
         """Stragglers that are to leave, one a view."""
         self._left_out: list[int] = []
@@ -111,8 +117,11 @@ class WorkerPool:
         return bool(self._ready or self._surplus or self._views.needs_other_writer)
 
     def change_view(self) -> None:
-        """Form the next view: nothing is open, so that a worker may leave, and new members may enter."""
+        """Form the next view, once those that leave have handed over their state: nothing is open, so that a
+        worker may leave, and new members may enter."""
         surplus = self._surplus
+        if not self.handover.done(surplus, self._views.workers):
+            return
         for released in surplus:  # what it holds another member has, too
             if released in self._leaving:
                 self._leaving.discard(released)

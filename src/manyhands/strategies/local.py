@@ -428,11 +428,13 @@ class LocalLearner(Learner):
         return {"rank": rank, "optimizer": own}
 
     def restore(self, states: Sequence[State]) -> None:
+        """Take over the state of a saved worker's optimizer. That of a worker that leaves a live run is left:
+        this worker has moments of its own, for its own samples."""
         from manyhands.compute.schedule import put_settings, settings_of
         from manyhands.runs.saver import load_optimizer_state
 
         own, state = states[0]["optimizer"], self.train_state
-        if own:
+        if own and not self._agreed:
             settings = settings_of(state.optimizer)  # of the resumed run: they may have changed
             load_optimizer_state(state.model, state.optimizer, own)
             put_settings(state.optimizer, settings)

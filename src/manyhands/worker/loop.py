@@ -7,6 +7,7 @@
         RestOrder        nothing to do before the others are done, too
         EvaluateOrder    this worker's part of the evaluation data
         CheckpointOrder  copy the state and write it while training continues: rank 0 the weights
+        HandOverOrder    workers are about to leave: they send what they hold alone to others
         StopOrder        finish what is being saved
         LeaveOrder       all have stopped: no member needs this worker any more
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from manyhands.runs.files import jsonable
 from manyhands.runs.saver import Saver, help_gather_state, not_finite
 from manyhands.transport.fields import read
 from manyhands.worker.built_job import BuiltJob
+from manyhands.worker.received_states import ReceivedStates
 from manyhands.worker.reporter import Reporter
 
 POLL_S = 0.02
@@ -77,7 +79,6 @@ class Worker:
                 notice=self.reporter.notice,
             )
             member.on_stacks = loaders.write_stacks
-        self.loaders = loaders
         uniform = strategy.traits.uniform
         self.feed = Feed(self.job, self.built.data, device=device, loaders=loaders, uniform=uniform)
         self.saver = Saver(
@@ -86,6 +87,7 @@ class Worker:
         seat = Seat(member.name, member.host, device=device, device_id=device_id(device))
         self.me = member.me(seat)
         self.learner = strategy.build(Context(self.train_state, self.me))
+        self._received_states = ReceivedStates(self.learner)
         self._traits = strategy.traits
         if not self._traits.wraps:
             self._build()
@@ -141,8 +143,7 @@ class Worker:
             except ViewChanging:
                 continue  # the view is on the agenda, or about to be
         self.reporter.send(messages.Left, applied=self.learner.close())
-        if self.loaders is not None:
-            self.loaders.close()
+        self.feed.close()
 
     def _lost_peer(self) -> AbstractContextManager[None]:
         """Return a context for the errors of collectives outside the learner: a model that is laid out sends
@@ -173,6 +174,9 @@ class Worker:
             case messages.CheckpointOrder(step):
                 with self.member.phase(f"saving the checkpoint of step {step}"):
                     self._checkpoint(step)
+            case messages.HandOverOrder(number, receivers):
+                with self.member.phase("handing over state"):
+                    self._hand_over(number, receivers)
             case messages.RehearseOrder():
                 with self.member.phase("rehearsing"):
                     self._rehearse()
@@ -214,6 +218,7 @@ class Worker:
 
     def _on_view(self, view: View) -> None:
         self.reporter.flush()
+        self._received_states.begin_view(view)
         if self.member.name not in view.names:
             self.learner.close()  # it stands by, until a view that it is in
             return
@@ -221,6 +226,8 @@ class Worker:
         self._share_cores(view)
         if self._traits.wraps:
             self._build()
+        for name in self._received_states.restore():
+            self.reporter.notice(f"got the state of {name}, which has left")
         joined = self.learner.on_view(view)
         if joined.rescued is not None:
             joined.rescued.logged = self.train_state.measures.take()
@@ -238,6 +245,7 @@ class Worker:
         )
 
     def _train(self, portions: Sequence[messages.Portion], agenda: Agenda) -> None:
+        self._received_states.drop()
         began = time.perf_counter()
         coming: Share | None = None
         for portion, following in zip(portions, [*portions[1:], None], strict=True):
@@ -325,6 +333,17 @@ class Worker:
                 self.saver.start(step, trained, own, view=self.me.view.number)
             # From here on the weights may change.
             self.reporter.send(messages.Saving, step=step)
+
+    def _hand_over(self, number: int, receivers: Mapping[str, str]) -> None:
+        self._drain()
+        if (group := self._joined.group) is not None:
+            with view_change_on_lost_peer(self.me):
+                self._received_states.exchange(receivers, self.me.view, group)
+        elif self.member.name in receivers:
+            self.reporter.notice(
+                "its state is lost when it leaves: the strategy has no group to send it"
+            )
+        self.reporter.send(messages.HandedOver, number=number)
 
     def _saved(self, outcome: dict[str, Any]) -> None:
         """Called in the thread that writes, so that it is reported even if this worker waits or fails."""

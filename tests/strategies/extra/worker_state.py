@@ -2,16 +2,19 @@
 all-reduce that evaluates the mean of the weights of all steps.
 
 A counter is state that a worker holds alone: it grows by the samples of this worker's shares. The mean is the
-same on all workers.
+same on all workers. The worker named by DIES_IN_HANDOVER kills itself when it begins to send or receive the
+counter of a worker that leaves.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from manyhands.contract import Context, Learner, State, StepReport, Traits
+from manyhands.contract import Context, Joined, Learner, State, StepReport, Traits
 from manyhands.strategies.allreduce import AllReduce, AllReduceLearner
 
 if TYPE_CHECKING:
@@ -19,7 +22,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from manyhands.collectives.group import Group
     from manyhands.compute.feed import Share
+    from manyhands.hosts.view import View
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ class Counted(AllReduce):
 class CountedLearner(AllReduceLearner):
     count = 0
 
+    def on_view(self, view: View) -> Joined:
+        joined = super().on_view(view)
+        if self.me.name == os.environ.get("DIES_IN_HANDOVER"):
+            assert joined.group is not None
+            joined.group.split = die  # type: ignore[method-assign]
+        return joined
+
     def step(self, share: Share) -> StepReport:
         report = super().step(share)
         self.count += share.samples
@@ -47,6 +59,11 @@ class CountedLearner(AllReduceLearner):
 
     def restore(self, states: Sequence[State]) -> None:
         self.count += sum(state["count"] for state in states)
+
+
+def die(ranks: Sequence[int]) -> Group:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it lives")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from manyhands.control.messages import (
     TO_MEMBER,
     CheckpointOrder,
     EvaluateOrder,
+    HandOverOrder,
     LeaveOrder,
     Order,
     Portion,
@@ -84,6 +85,7 @@ GOOD: list[dict[str, Any]] = [
         "Saved", step=20, files={"a": {"bytes": 3, "crc32": "00"}}, bytes=3, stall_s=0, write_s=1
     ),
     report("Saved", step=20, error="no room"),
+    report("HandedOver", number=1),
     report("Notice", message="a loader process was killed"),
     report("Rehearsed"),
     report("Rehearsed", model={"parameters": [["a", [2, 3], "float32", 4, 0, 0, None]]}),
@@ -148,6 +150,7 @@ ORDERS_SENT: list[Order] = [
     RestOrder(),
     EvaluateOrder(8, 1, (0.0, 0.5, 1.0)),
     CheckpointOrder(8),
+    HandOverOrder(1, {"worker-2": "worker-0"}),
     RehearseOrder(),
     StopOrder(),
     LeaveOrder(),

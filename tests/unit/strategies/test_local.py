@@ -261,6 +261,25 @@ def test_a_new_worker_gets_the_weights_and_does_not_count(workers: Workers) -> N
     assert workers.applied("d") == workers.applied("a")
 
 
+def moments(learner: LocalLearner) -> list[Any]:
+    return [dict(state) for state in learner.train_state.optimizer.state.values()]
+
+
+def test_moments_of_one_that_leaves_do_not_replace_those_of_one_that_stays(
+    workers: Workers,
+) -> None:
+    for number, name in enumerate(NAMES):
+        optimizer = workers.learners[name].train_state.optimizer
+        (parameter,) = optimizer.param_groups[0]["params"]
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((1, 1), float(number))
+    sent = workers.learners["c"].snapshot()
+    workers.learners["b"].restore([sent])
+    assert moments(workers.learners["b"]) == [{"momentum_buffer": torch.ones(1, 1)}]
+    resumed = workers._learner("d")  # it has not been in a view
+    resumed.restore([sent])
+    assert moments(resumed) == [{"momentum_buffer": torch.full((1, 1), 2.0)}]
+
+
 def test_losses_of_a_whole_round_are_known_to_all(workers: Workers) -> None:
     def step(name: str) -> None:
         for number in range(1, 5):
