@@ -27,6 +27,8 @@ DeviceKind = Literal["device", "host"]
 
 TRANSIENT = "activations and temporaries"
 """Depends on the job's code: None in every strategy."""
+CHECKPOINTS = "checkpoints"
+"""There from the first checkpoint on."""
 
 
 # Facts --------------------------------------------------------------------------------------------
@@ -270,7 +272,7 @@ def checkpoint_copy(facts: CostFacts, *, extra: int | None = 0) -> MemoryUse:
     """Return the memory of the worker that writes checkpoints, from the first one on: a copy of the state."""
     model = facts.model
     copied = add([model.parameter_bytes, model.buffer_bytes, model.state_bytes, extra])
-    return MemoryUse("writer", "checkpoints", copied, "host")
+    return MemoryUse("writer", CHECKPOINTS, copied, "host")
 
 
 def sent_by(transfers: Iterable[Transfer], through: Through = "network") -> dict[str, int]:

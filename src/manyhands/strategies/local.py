@@ -15,7 +15,7 @@ into memory of its own, and the weights change only when it is complete. A worke
 in its weights (`_version`); in the next view the others take its weights, which contain theirs.
 
 Cost per worker: 2 (n-1)/n times the bytes of the weights in each round, so 1/H of `allreduce`; a second copy
-of the weights during an average.
+of the weights.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from manyhands.contract import (
     Strategy,
     Traits,
 )
-from manyhands.costs import CostFacts, MemoryUse, Transfer, replicated_model, ring
+from manyhands.costs import CHECKPOINTS, CostFacts, MemoryUse, Transfer, replicated_model, ring
 from manyhands.errors import SpecError
 from manyhands.pairs import OWN_LOOP, ROW_MODEL, TABLES, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from torch import Tensor
 
     from manyhands.collectives.group import Group
@@ -121,7 +122,7 @@ class Local(Strategy):
         if self.moments == "average":
             averaged = averaged if moments is None else averaged + moments
         elif self.moments == "keep":
-            uses.append(MemoryUse("worker", "checkpoints", moments, "host"))
+            uses.append(MemoryUse("worker", CHECKPOINTS, moments, "host"))
         return [*uses, MemoryUse("worker", "average", averaged)]
 
     def build(self, context: Context) -> Learner:
@@ -167,6 +168,8 @@ class LocalLearner(Learner):
         self._averaging = False
         self._applied: deque[AppliedPart] = deque(maxlen=LATEST + 2 * config.every)
         """What is in the weights, because the reports of dead workers are lost."""
+        self._flats: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        """Memory of the averages, by the dtype and device of what is averaged."""
         self._sent_before = 0
         """Bytes sent in the group before this round."""
 
@@ -248,16 +251,30 @@ class LocalLearner(Learner):
         found = []
         for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
             alike = [t for t in tensors if (t.dtype, t.device) == kind]
-            flat = torch.cat([t.detach().reshape(-1) for t in alike])
-            if group.device != "cpu":
-                flat = flat.to(group.device)
+            where = kind[1] if group.device == "cpu" else torch.device(group.device)
+            flat = self._flat_of(alike, device=where)
             if flat.is_floating_point() or flat.is_complex():
-                flat = flat.mul_(coefficient) if coefficient else torch.zeros_like(flat)
+                if coefficient:
+                    flat *= coefficient
+                else:
+                    flat.zero_()  # its weights may not be finite
                 group.all_reduce(flat)
             else:
                 group.broadcast(flat, source=source)
             found.append((alike, flat))
         return found
+
+    def _flat_of(self, tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
+        """Return one flat copy of the tensors, in memory that is used for every average."""
+        import torch
+
+        count, kind = sum(t.numel() for t in tensors), (tensors[0].dtype, tensors[0].device)
+        flat = self._flats.get(kind)
+        if flat is None or flat.numel() != count:
+            flat = self._flats[kind] = torch.empty(count, dtype=kind[0], device=device)
+        for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+            part.copy_(tensor.detach().reshape(-1))
+        return flat
 
     def _moments(self, group: Group) -> list[Tensor]:
         """Return the tensors of the optimizer's state: the same on all workers. One that this worker has not

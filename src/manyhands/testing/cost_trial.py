@@ -27,7 +27,7 @@ from typing import Any
 
 from manyhands.compute.model_size import model_size
 from manyhands.compute.train_state import TrainState
-from manyhands.costs import CostFacts, ModelSize, known_bytes
+from manyhands.costs import CHECKPOINTS, CostFacts, ModelSize, known_bytes
 from manyhands.embeddings.local_tables import LocalTables
 from manyhands.hosts.view import SERVER, Seat, View
 from manyhands.strategies.registry import make_strategy
@@ -137,6 +137,8 @@ MEMORY = (
     CostCase("single", 1, fields={"optim": "adam"}),
     CostCase("allreduce", 2),
     CostCase("allreduce+int8", 2),
+    CostCase("local(every=2)", 2),
+    CostCase("local(every=2,moments=average)", 2, fields={"optim": "adam"}),
     CostCase("ps:sync", 2),
     CostCase("ps:sync(transport=tcp)", 2),
     CostCase("ps:sync(transport=tcp,replicas=0)", 3),
@@ -194,8 +196,9 @@ def _memory_of_all(case: CostCase, width: int) -> int:
     uses = make_strategy(case.strategy).memory(case.facts(width))
     assert uses is not None
     servers = case.servers or case.workers
-    number = {"worker": case.workers, "server": servers, "host": 1, "writer": 0}
-    return sum(number[use.of] * (use.num_bytes or 0) for use in uses)
+    number = {"worker": case.workers, "server": servers, "host": 1}
+    there = [use for use in uses if use.purpose != CHECKPOINTS]  # none is written by then
+    return sum(number[use.of] * (use.num_bytes or 0) for use in there)
 
 
 @contextmanager
