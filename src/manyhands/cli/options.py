@@ -34,7 +34,7 @@ from manyhands.pairs import (
     Feature,
 )
 from manyhands.strategies.pairs import check_pairs
-from manyhands.strategies.registry import make_strategy
+from manyhands.strategies.registry import STRATEGIES, make_strategy
 
 ParseText = Callable[[str], Any]
 """Parses the text of an option; raises ValueError."""
@@ -120,8 +120,8 @@ def _add_worker_flags(group: argparse._ArgumentGroup) -> None:
     add = partial(_add, group)
     add(
         "--strategy SPEC",
-        "how the workers agree on the weights: allreduce (default), single, ps:sync, ps:async, ps:ssp, "
-        "ps:backup; with options in parentheses, quoted for the shell, such as 'ps:ssp(staleness=4)'",
+        f"how the workers agree on the weights: {', '.join(STRATEGIES)} (default: allreduce); with options "
+        "and a codec, quoted for the shell, such as 'ps:ssp(staleness=4)' or 'allreduce + int8'",
     )
     add(
         "--workers --nproc-per-node N",

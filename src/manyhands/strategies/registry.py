@@ -28,7 +28,7 @@ CODEC_FIELD = "codec"
 
 PLANNED = {
     "diloco": "local",
-    "gossip": "ps:async",
+    "gossip": "local",
     "sharded": "allreduce",
     "mesh": "allreduce",
 }
@@ -123,6 +123,10 @@ def _no_strategy(name: str) -> str:
         return (
             f"{name!r} is a family of strategies: say how it treats slow workers, with --strategy "
             f"{', '.join(family[:-1])} or {family[-1]}. Most like all-reduce is ps:sync."
+        )
+    if lower in CODECS:
+        return (
+            f"{name!r} is a codec, which is added to a strategy. Type  --strategy allreduce+{lower}"
         )
     return f"There is no strategy {name!r}{closest(name, [*STRATEGIES, *PLANNED])} {there}"
 

@@ -72,7 +72,8 @@ def test_correct_uses_of_set_are_accepted() -> None:
         ("fsdp", "'fsdp': it is called 'sharded' here, which is planned .* --strategy allreduce"),
         ("ps", "say how .* --strategy ps:sync, ps:async, ps:ssp or ps:backup"),
         ("diloco(every=500)", "'diloco' is planned and doesn't exist yet. .* --strategy local"),
-        ("gossip", "'gossip' is planned .* --strategy ps:async"),
+        ("gossip", "'gossip' is planned .* --strategy local"),
+        ("Int8", r"'Int8' is a codec, .* --strategy allreduce\+int8$"),
         ("sharded", "'sharded' is planned"),
         ("mesh", "'mesh' is planned"),
         (
