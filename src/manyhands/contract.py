@@ -210,7 +210,7 @@ class Context:
 
 @dataclass(frozen=True)
 class AppliedPart:
-    """A part of a step that is in the weights."""
+    """A part of a step, or of several steps in a row, that is in the weights."""
 
     as_list: ClassVar[bool] = True
 
@@ -219,10 +219,18 @@ class AppliedPart:
     """WHOLE stands for all parts of the step."""
     sums: tuple[float, float] | None = None
     """Its weight and its weighted loss, where they are known."""
+    num_steps: int = 1
+    """Number of steps in a row of which it is this part, `step` included."""
+
+    @property
+    def steps(self) -> range:
+        return range(self.step, self.step + self.num_steps)
 
     def __post_init__(self) -> None:
         if self.step < 0:
             raise ValueError(f"step {self.step} is negative")
+        if self.num_steps < 1 or (self.num_steps > 1 and self.sums is not None):
+            raise ValueError(f"it is a part of {self.num_steps} steps, with the sums {self.sums}")
         if self.sums is not None and not 0 <= self.sums[0] <= 1e300:
             raise ValueError(f"{self.sums[0]} is not a weight")
 

@@ -123,8 +123,9 @@ class Views:
         found: dict[PartKey, Sums | None] = {}
         for report in self._joined.values():
             for each in report.applied.parts if report.applied else ():
-                if each.sums or (each.step, each.part) not in found:
-                    found[each.step, each.part] = each.sums
+                for step in each.steps:
+                    if each.sums or (step, each.part) not in found:
+                        found[step, each.part] = each.sums
         return found
 
     @property

@@ -166,7 +166,7 @@ class LocalLearner(Learner):
         self._unreported: StepReport | None = None
         """The last of them, while the average after it is not complete."""
         self._averaging = False
-        self._applied: deque[AppliedPart] = deque(maxlen=LATEST + 2 * config.every)
+        self._applied: deque[AppliedPart] = deque()
         """What is in the weights, because the reports of dead workers are lost."""
         self._flats: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         """Memory of the averages, by the dtype and device of what is averaged."""
@@ -314,6 +314,12 @@ class LocalLearner(Learner):
         for report in self._round:
             report.resolved = True
         self._round = []
+        # By their steps, not by their number: an interrupted round has parts of all who had computed.
+        while (
+            self._applied
+            and version - self._applied[0].steps[-1] >= LATEST + 2 * self._config.every
+        ):
+            self._applied.popleft()
 
     # Views --------------------------------------------------------------------------------------
 
@@ -369,8 +375,8 @@ class LocalLearner(Learner):
             self._put_schedule_state(state, optimizer=standings[group.rank].agreed < basis[0])
         for rank in holders:
             each = standings[rank]
-            steps = range(each.first, each.computed + 1)
-            self._applied.extend(AppliedPart(step, each.part) for step in steps)
+            if num_steps := each.computed + 1 - each.first:
+                self._applied.append(AppliedPart(each.first, each.part, num_steps=num_steps))
         self._end_round(version)
 
     def _standing(self) -> Standing:
@@ -387,7 +393,9 @@ class LocalLearner(Learner):
         state = self.train_state
         sends = optimizer and self._config.moments == "keep"
         own = {
-            "applied": [[each.step, each.part, *(each.sums or ())] for each in self._applied],
+            "applied": [
+                [each.step, each.part, each.num_steps, *(each.sums or ())] for each in self._applied
+            ],
             "scheduler": state.scheduler.state_dict() if state.scheduler is not None else {},
             "settings": settings_of(state.optimizer),
             "optimizer": optimizer_state(state.model, state.optimizer) if sends else {},
@@ -405,8 +413,9 @@ class LocalLearner(Learner):
             state.scheduler.load_state_dict(sent["scheduler"])
         put_settings(state.optimizer, sent["settings"])
         self._applied.clear()
-        for step, part, *sums in sent["applied"]:
-            self._applied.append(AppliedPart(step, part, (sums[0], sums[1]) if sums else None))
+        for step, part, num_steps, *sums in sent["applied"]:
+            known = (sums[0], sums[1]) if sums else None
+            self._applied.append(AppliedPart(step, part, known, num_steps))
 
     def interrupt(self) -> None:
         group = self._group

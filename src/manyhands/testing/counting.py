@@ -190,10 +190,14 @@ class RoundCounts:
 
 
 def check_round_counts(
-    state: Mapping[str, Any], events: Sequence[Mapping[str, Any]], *, round_steps: int
+    state: Mapping[str, Any],
+    events: Sequence[Mapping[str, Any]],
+    *,
+    round_steps: int,
+    job: Counting | None = None,
 ) -> None:
     """Assert that the weights of a checkpoint are what the events of a training in rounds make of them."""
-    wanted = RoundCounts(round_steps, Counting()).replay(events)
+    wanted = RoundCounts(round_steps, job or Counting()).replay(events)
     found = state["model"]["dense"]
     torch.testing.assert_close(
         found, wanted.float()[:, None].expand_as(found), rtol=1e-4, atol=1e-4

@@ -35,7 +35,11 @@ from manyhands.transport.fields import encode, read, write
 
 parse = FROM_MEMBER.read
 ROW = [3, 8.0, 4.5, 0.1, 0.01, 0.009, None, 120, 0, 0, False]
-APPLIED = {"version": 4, "parts": [[3, 0, None], [4, -1, [8.0, 2.0]]], "pushes": {"worker-0": 3}}
+APPLIED = {
+    "version": 4,
+    "parts": [[3, 0, None], [4, -1, [8.0, 2.0]], [5, 1, None, 3]],
+    "pushes": {"worker-0": 3},
+}
 SEAT = {"name": "worker-1", "host": "h", "role": "worker", "device": "cpu", "device_id": "cpu"}
 FIELDS = {"batch_size": 8, "epochs": 2, "eval_every": 1, "monitor": "loss", "patience": None}
 FACTS = {
@@ -112,6 +116,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (report("StepsReport", rows=[[*ROW[:4], float("inf"), *ROW[5:]]]), "step_s is not a time"),
     (report("StepsReport", rows={}), "rows is {}, not a list"),
+    (
+        report("Left", applied={**APPLIED, "parts": [[5, 1, None, 0]]}),
+        r"applied.parts\[0\] is wrong: it is a part of 0 steps",
+    ),
     ({"kind": "Failed"}, "reason is missing"),
     ({"kind": "Ready"}, "seat is missing"),
     ({**READY, "facts": {**FACTS, "unit": ["samples"]}}, r"unit is \['samples'\], not a list of 2"),
@@ -139,7 +147,11 @@ def test_messages_are_typed() -> None:
     message = parse(report("ViewJoined", transport="", applied=APPLIED))
     assert isinstance(message, ViewJoined)
     assert message.applied is not None
-    assert message.applied.parts == [AppliedPart(3, 0), AppliedPart(4, WHOLE, (8.0, 2.0))]
+    assert message.applied.parts == [
+        AppliedPart(3, 0),
+        AppliedPart(4, WHOLE, (8.0, 2.0)),
+        AppliedPart(5, 1, num_steps=3),
+    ]
     message = parse(READY)
     assert isinstance(message, Ready)
     assert message.seat.name == "worker-1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,15 @@ from manyhands.errors import SpecError, ViewChanging
 from manyhands.hosts.me import Me
 from manyhands.hosts.view import Seat, View
 from manyhands.pairs import OWN_LOOP, TABLES
+from manyhands.strategies import local
 from manyhands.strategies.local import Local, LocalLearner
 from manyhands.strategies.pairs import check_pairs
 from manyhands.strategies.registry import make_strategy
+from manyhands.testing import in_process
+from manyhands.testing.conformance import Case
+from manyhands.testing.counting import COUNTING, Counting, check_round_counts
 from manyhands.testing.thread_group import ThreadWorld
+from manyhands.testing.thread_members import COMPUTE, Death
 from manyhands.threads import start_thread
 
 # What it refuses ----------------------------------------------------------------------------------
@@ -145,7 +151,11 @@ class Workers:
         return float(next(self.learners[name].train_state.model.parameters()).detach())
 
     def applied(self, name: str) -> set[tuple[int, int]]:
-        return {(each.step, each.part) for each in self.learners[name]._applied}
+        return keys(self.learners[name]._applied)
+
+
+def keys(parts: Iterable[AppliedPart]) -> set[tuple[int, int]]:
+    return {(step, each.part) for each in parts for step in each.steps}
 
 
 class _NoBoard:
@@ -214,8 +224,7 @@ def test_survivors_average_what_they_have(workers: Workers) -> None:
     # a has moved by 2 with 12 samples, b by 1 with 4.
     assert workers.weight("a") == workers.weight("b") == pytest.approx((2 * 12 + 1 * 4) / 16)
     for name in ("a", "b"):
-        parts = {(each.step, each.part) for each in joined[name].applied.parts}
-        assert parts == {(1, 0), (2, 0), (1, 1)}
+        assert keys(joined[name].applied.parts) == {(1, 0), (2, 0), (1, 1)}
         assert joined[name].applied.version == 2
 
 
@@ -289,3 +298,55 @@ def test_losses_of_a_whole_round_are_known_to_all(workers: Workers) -> None:
     last = workers.learners["b"]._applied[-1]
     assert last == AppliedPart(4, WHOLE, (12.0, -36.0)), "each loss is -3, of 12 samples in all"
     assert threading.active_count() < 10
+
+
+# What is in the weights ---------------------------------------------------------------------------
+
+
+def test_all_parts_of_an_interrupted_round_are_told(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a round has steps, and in few entries."""
+    monkeypatch.setattr(local, "LATEST", 0)
+    workers.learners |= {name: workers._learner(name) for name in "def"}
+    workers.views([*"abcdef"])
+    for name in "abcdef":
+        for step in (1, 2, 3):
+            workers.step(name, step, 4, part="abcdef".index(name))
+    joined = workers.views([*"abcde"])
+    told = joined["a"].applied.parts
+    assert keys(told) == {(step, part) for step in (1, 2, 3) for part in range(5)}
+    assert len(told) == 5
+
+
+def test_parts_of_old_steps_are_forgotten(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those of two rounds and the latest steps."""
+    monkeypatch.setattr(local, "LATEST", 2)
+    for name in NAMES:
+        workers.step(name, 1, 4, part=NAMES.index(name))
+    workers.views(NAMES)
+    assert workers.applied("a") == {(1, part) for part in range(3)}
+
+    def step(name: str) -> None:
+        for number in range(2, 17):
+            workers.step(name, number, 4, part=NAMES.index(name))
+
+    workers.together(NAMES, step)
+    assert workers.applied("a") == {(number, WHOLE) for number in range(16 - 2 - 2 * 4 + 1, 17)}
+
+
+def test_no_sample_comes_again_that_is_in_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The survivors of a death late in a round have more parts in the weights than two rounds have steps."""
+    monkeypatch.setattr(local, "LATEST", 0)
+    every, fields = 20, {"batch_size": 4, "tables": False}
+    death = Death("worker-3", step=18, moment=COMPUTE)
+    case = Case(f"local(every={every})", workers=4, in_process=True)
+    with in_process.folder_in_memory() as folder:
+        done = case.train(COUNTING, folder / "run", deaths=[death], **fields)
+        assert len(done.of("MemberLost")) == 1
+        job = Counting(**fields)
+        check_round_counts(done.state(), done.events, round_steps=every, job=job)
