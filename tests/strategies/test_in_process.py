@@ -126,6 +126,12 @@ def test_a_strategy_that_never_updates_does_not_learn(extra: Extra, tmp_path: Pa
         learns(case, tmp_path / "learns")
 
 
+def test_a_death_that_never_comes_fails_the_check(tmp_path: Path) -> None:
+    """Workers of ps form no group, so none dies in one."""
+    with pytest.raises(AssertionError, match="worker-1 did not die: exchange"):
+        dies_in_the_exchange(Case("ps:sync", workers=2, in_process=True), tmp_path)
+
+
 def test_the_suite_reports_what_fails(
     extra: Extra, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
