@@ -13,6 +13,7 @@ check takes a few tenths of a second instead of ten. suite.py runs all of them w
 
 from __future__ import annotations
 
+import math
 import signal
 import tempfile
 import time
@@ -324,6 +325,36 @@ def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
             assert found[step]["metrics"] == pytest.approx(expected, rel=1e-4)
 
 
+def stops_at_a_time_and_a_target(case: Case, folder: Path) -> None:
+    """Stop at `--max-time`, and another run at a `--target`; resume both until the end."""
+    fields: dict[str, Any] = {"eval_every": "4 steps"}
+    run = folder / "run"
+    stopped = case.train("Regression", run, "--max-time", "300ms", **fields, pause_s=0.03)
+    assert stopped.of("RunFinished")[-1]["summary"]["outcome"] == "limit"
+    whole = case.resume(run, "--set", "pause_s=0")
+    assert whole.of("RunFinished")[-1]["summary"]["outcome"] == "finished"
+    assert_once_an_epoch(whole)
+    losses = [event["metrics"]["loss"] for event in whole.of("Evaluated")]
+    target = (losses[0] + min(losses)) / 2
+    run = folder / "to a target"
+    epochs = EPOCHS if case.traits.equals_single else 4 * EPOCHS  # stale gradients take more steps
+    flags = ("--target", f"min loss={target}")
+    found = case.train("Regression", run, *flags, **fields, epochs=epochs)
+    (reached,) = found.of("TargetReached")
+    summary = found.of("RunFinished")[-1]["summary"]
+    assert summary["steps_to_target"] == reached["step"] == found.steps[-1]["step"]
+    *before, last = (event["metrics"]["loss"] for event in found.of("Evaluated"))
+    assert last == reached["value"] <= target < min(before, default=math.inf)
+    if case.traits.equals_single:
+        reference = _reference_for(case, "Regression", **fields)
+        sooner = [metrics["loss"] <= target for metrics in reference.metrics]
+        assert reached["step"] == min(4 * (sooner.index(True) + 1), len(reference.losses))
+    if summary["outcome"] == "target":
+        found = case.resume(run)
+    assert found.of("RunFinished")[-1]["summary"]["outcome"] == "finished"
+    assert_once_an_epoch(found, epochs=epochs)
+
+
 def learns(case: Case, folder: Path) -> None:
     """Reach an accuracy on handwritten digits, which takes updates that are right."""
     done = case.train("Digits", folder / "run")
@@ -469,6 +500,7 @@ that do not equal `single`."""
 
 IN_PROCESS: tuple[Check, ...] = (
     *(check for check in CHECKS if check is not reports_the_bytes_it_sends),
+    stops_at_a_time_and_a_target,
     learns,
     evaluates_without_a_trace,
     resumes_on_other_numbers_of_workers,
