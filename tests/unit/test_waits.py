@@ -9,7 +9,10 @@ from pathlib import Path
 import manyhands
 
 HOME = Path(manyhands.__file__).parent
-PACKAGES = ("collectives", "ps", "hosts", "worker", "strategies")
+PACKAGES = (
+    *("collectives", "ps", "hosts", "worker", "strategies"),
+    *("coordinator", "control", "transport", "compute", "codecs", "embeddings", "events", "runs"),
+)
 WAITS = {"wait", "get", "join", "recv", "result", "accept", "communicate", "acquire"}
 """Methods that wait forever if they are called without arguments."""
 
@@ -24,6 +27,20 @@ REASONS = {
     "collectives/group.py": {"made.barrier().wait()": OPERATION, "work.wait()": OPERATION},
     "collectives/reducer.py": {"self._notes_work.wait()": OPERATION, "work.wait()": OPERATION},
     "collectives/state_transfer.py": {"link.recv()": LINK, "self._over.wait()": SHORT},
+    "compute/feed.py": {
+        "future.result()": "the job's own code, which may take long; a hang is found by the coordinator "
+        "(coordinator/stuck.py), and a process that dies is replaced"
+    },
+    "compute/loaders.py": {"self._process.wait()": PROCESS},
+    "coordinator/coordinator.py": {"link.recv(FROM_MEMBER)": LINK, "member.handle.wait()": PROCESS},
+    "coordinator/inbox.py": {
+        "self._changed.wait_for(lambda: not self._used or self._used + num_bytes <= "
+        "MAX_UNREAD_BYTES)": "the coordinator reads its inbox, which has a deadline for each of its waits"
+    },
+    "coordinator/outgoing.py": {
+        "self._changed.wait_for(lambda: self._closed or self._waiting)": WORK
+    },
+    "events/sinks.py": {"self._changed.wait_for(lambda: self._events or self._closing)": WORK},
     "hosts/agent.py": {"handle.wait()": PROCESS},
     "hosts/launchers/local.py": {"self._process.wait()": PROCESS, "handle.wait()": PROCESS},
     "hosts/launchers/nodes.py": {"self._ended.wait()": PROCESS},
@@ -45,6 +62,15 @@ REASONS = {
     },
     "ps/rows.py": {"self.grads[g.worker][g.slot].get()": "is not a wait"},
     "ps/server.py": {"self._acceptor.inbox.get()": WORK},
+    "runs/dense.py": {"_without_rows.get()": "is not a wait"},
+    "transport/listener.py": {
+        "self._sock.accept()": "does not block: the loop has found a connection",
+        "self.accept()": WORK,
+        "self._thread.join()": SHORT,
+    },
+    "transport/tls.py": {
+        "socket.socket.recv(sock, 1, socket.MSG_PEEK)": "does not block, like the rest of the handshake"
+    },
 }
 
 
