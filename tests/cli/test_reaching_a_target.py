@@ -11,6 +11,7 @@ import pytest
 from manyhands.testing import harness
 
 FIELDS: dict[str, Any] = {"eval_every": "4 steps", "anneal": False, "lr": 0.005}
+SERVED = ("sync", "backup", "ssp", "async", "async(transport=tcp)")
 DUE = [4, 8, 12, 16, 20, 21]
 
 
@@ -37,7 +38,11 @@ def between(losses: list[float], number: int) -> float:
     return round((losses[number - 1] + losses[number]) / 2, 5)
 
 
-@pytest.mark.parametrize("strategy", ["single", "allreduce", "ps:sync", "ps:backup", "ps:async"])
+# The conformance suite does the same with threads, for every strategy.
+@pytest.mark.parametrize(
+    "strategy",
+    ["single", "allreduce", *(pytest.param(f"ps:{n}", marks=pytest.mark.long) for n in SERVED)],
+)
 def test_a_target_is_reached_at_the_same_step(
     strategy: str, losses: list[float], tmp_path: Path
 ) -> None:
@@ -129,7 +134,8 @@ def test_a_target_survives_a_restart_of_all_members(losses: list[float], tmp_pat
 
 
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", "ps:sync", "ps:backup", "ps:ssp", "ps:async(transport=tcp)"]
+    "strategy",
+    ["allreduce", *(pytest.param(f"ps:{n}", marks=pytest.mark.long) for n in SERVED)],
 )
 def test_a_target_is_reached_after_a_death(
     strategy: str, losses: list[float], tmp_path: Path

@@ -45,8 +45,13 @@ CASES = [
 WIDE = {"width": 20_000}
 """Enough parameters for every server to have some."""
 TRUSTED = ("--trust-network",)
-SHOWN_BY_THREADS = (equals_single_with_accumulation, equals_single_with_own_weights)
-"""Checks that processes pass if threads do: nothing dies, and nothing is measured."""
+SHOWN_BY_THREADS = (
+    equals_single_with_accumulation,
+    equals_single_with_own_weights,
+    ends_and_evaluates_in_steps,
+)
+"""Checks that processes pass if threads do: nothing is measured, and other checks have the same deaths."""
+KILLED = (survives_a_kill, counts_every_sample_once)
 COUNTED = ("ps:sync(transport=shm)", "ps:async(transport=tcp)")
 """Whose samples are counted in `make test`; those of the others in `make long`."""
 
@@ -162,6 +167,7 @@ CODED: list[tuple[Case, tuple[Check, ...]]] = [
                 check in SHOWN_BY_THREADS
                 or case.workers == 4
                 or (case.workers == 1 and check not in (equals_single, survives_a_kill))
+                or (case.strategy.startswith("local") and check not in KILLED)
             ),
         )
         for check in CHECKS
@@ -183,7 +189,6 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
             marks=[pytest.mark.long]
             * (
                 check in SHOWN_BY_THREADS
-                or (check is ends_and_evaluates_in_steps and case.strategy in COUNTED[1:])
                 or "dedicated" in case.strategy
                 or case.workers == 4
                 or (case.workers == 3 and check in (survives_a_kill, begins_again))
