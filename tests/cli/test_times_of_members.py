@@ -51,9 +51,8 @@ def test_what_members_did_adds_up_to_the_steps(strategy: str, workers: int, tmp_
 def test_the_others_wait_for_the_slow_one(tmp_path: Path) -> None:
     fields = {"strategy": "allreduce", "workers": 3, "pause_s": 0.01, "slow_by": 20}
     diary = tmp_path / "diary"
-    done = harness.train(
-        "Straggling", tmp_path / "run", "--equal-shares", **fields, diary=diary, epochs=4
-    )
+    flags = ("--equal-shares", "--max-steps", "20")
+    done = harness.train("Straggling", tmp_path / "run", *flags, **fields, diary=diary)
     assert done.code == 0, f"{done.out}\n{done.err}"
     waited = Counter(row["waited_for"] for _, row in rows_of(done) if row["waited_for"])
     ((slow, _),) = waited.most_common(1)
