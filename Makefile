@@ -31,7 +31,7 @@ types: setup  ## mypy on src
 	@$(BIN)/mypy
 
 WHOLE := tests/chaos tests/cli tests/strategies
-THREADS := tests/strategies/test_in_process.py tests/strategies/test_pairs.py
+THREADS := tests/strategies/test_in_process.py tests/strategies/test_pairs_in_process.py
 OTHERS := $(filter-out $(WHOLE) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 
 unit: setup  ## the tests, in two processes: those of whole runs mostly wait
@@ -40,7 +40,7 @@ unit: setup  ## the tests, in two processes: those of whole runs mostly wait
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
 suite: setup  ## the conformance suite with threads: all strategies and pairs, on two cores, in a minute
-	@began=$$(date +%s); log=$$(mktemp); $(BIN)/python -m pytest -q tests/strategies/test_pairs.py > $$log 2>&1 & pairs=$$!; \
+	@began=$$(date +%s); log=$$(mktemp); $(BIN)/python -m pytest -q tests/strategies/test_pairs_in_process.py > $$log 2>&1 & pairs=$$!; \
 	$(BIN)/python -m pytest -q tests/strategies/test_in_process.py; strategies=$$?; \
 	wait $$pairs; status=$$?; cat $$log; rm $$log; \
 	echo "all of it in $$(($$(date +%s) - began)) s"; exit $$((strategies + status))

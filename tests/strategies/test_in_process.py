@@ -72,7 +72,7 @@ def tmp_path() -> Iterator[Path]:
         pytest.param(case, check, id=f"{check.__name__}-{case}")
         for case in CASES
         for check in checks_for(case)
-        if check not in PAIRS.values() or case.workers > 3  # those are in test_pairs.py
+        if check not in PAIRS.values() or case.workers > 3  # those are in test_pairs_in_process.py
     ],
 )
 def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:

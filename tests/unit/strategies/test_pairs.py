@@ -1,5 +1,5 @@
 """The table of pairs: each pair that is refused is tried the way a user would, and the error names one that
-works. The pairs that work are run in tests/strategies/test_pairs.py."""
+works. The pairs that work are run in tests/strategies/test_pairs_in_process.py."""
 
 from __future__ import annotations
 
