@@ -30,13 +30,10 @@ lint: setup  ## ruff: format and lint
 types: setup  ## mypy on src
 	@$(BIN)/mypy
 
-WHOLE := tests/chaos tests/cli tests/strategies
-THREADS := tests/strategies/test_in_process.py tests/strategies/test_pairs_in_process.py
-OTHERS := $(filter-out $(WHOLE) tests/data tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-
 unit: setup  ## the tests, in two processes: those of whole runs mostly wait
-	@others=$$(mktemp); $(BIN)/python -m pytest $(OTHERS) $(THREADS) > $$others 2>&1 & others_id=$$!; \
-	$(BIN)/python -m pytest $(WHOLE) $(addprefix --ignore=,$(THREADS)); whole=$$?; \
+	@others=$$(mktemp); $(BIN)/python -m pytest --ignore=tests/chaos --ignore=tests/cli --ignore=tests/strategies \
+		> $$others 2>&1 & others_id=$$!; \
+	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies; whole=$$?; \
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
 suite: setup  ## the conformance suite with threads: all strategies and pairs, on two cores, in a minute
