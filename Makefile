@@ -36,7 +36,7 @@ unit: setup  ## the tests, in two processes: those of whole runs mostly wait
 	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies; whole=$$?; \
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
-suite: setup  ## the conformance suite with threads: all strategies and pairs, on two cores, in a minute
+suite: setup  ## the conformance suite with threads: all strategies and pairs, in about a minute and a half on two cores
 	@began=$$(date +%s); log=$$(mktemp); $(BIN)/python -m pytest -q tests/strategies/test_pairs_in_process.py > $$log 2>&1 & pairs=$$!; \
 	$(BIN)/python -m pytest -q tests/strategies/test_in_process.py; strategies=$$?; \
 	wait $$pairs; status=$$?; cat $$log; rm $$log; \
