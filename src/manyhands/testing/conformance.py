@@ -42,6 +42,7 @@ from manyhands.testing.counting import (
     check_counts,
     check_round_counts,
 )
+from manyhands.testing.gates import Gates
 from manyhands.testing.harness import Finished
 from manyhands.testing.thread_members import BEGIN, COMPUTE, EXCHANGE, Death
 
@@ -50,6 +51,8 @@ Running = harness.RunningCommand | in_process.RunningThreads
 SAMPLES, BATCH, EPOCHS = 98, 16, 3
 ACCURACY = 0.93
 """Least accuracy on the digits after six epochs. One worker reaches 0.96; without any update it is 0.1."""
+COUNTED_AT = (5, 35)
+"""Micro-batches of each worker at which the bytes that it has sent are counted."""
 EQUAL = "--equal-shares"
 """For bit-equal results: shares by speed depend on other load, and the order of sums on the shares."""
 
@@ -273,23 +276,23 @@ def resumes_as(case: Case, other: Case, folder: Path) -> None:
 
 
 def reports_the_bytes_it_sends(case: Case, folder: Path) -> None:
-    """Compare the bytes in the events with the kernel's count."""
-    from manyhands.testing.traffic import tcp_bytes_sent
-
-    run = folder / "run"
-    arguments = case.arguments("Regression", run, pause_s=0.02, width=40_000, epochs=12)
-
-    def reported(running: harness.RunningCommand) -> int:
-        return sum(e["bytes_sent"] for e in running.events() if e["event"] == "StepCommitted")
-
-    with harness.command(*arguments, run=run) as running:
-        running.wait_for_step(5)
-        pids = list(running.pids().values())
-        said, sent = -reported(running), -tcp_bytes_sent(pids)
-        running.wait_for_step(65)
-        said, sent = said + reported(running), sent + tcp_bytes_sent(pids)
-    # The events lag the wire by a report's interval: by a few of the sixty steps, either way.
-    assert said == pytest.approx(sent, rel=0.1, abs=50_000)
+    """Compare the bytes of a step in the events with the kernel's count between two steps at which all
+    workers wait."""
+    assert case.traits.lockstep, "without lockstep, workers can't all wait before the same step"
+    run, gate = folder / "run", folder / "gate"
+    gate.mkdir()
+    first, last = COUNTED_AT
+    fields = {"epochs": 1, "gate": gate, "gates": f"{first},{last}", "width": 40_000, "lr": 1e-6}
+    with harness.command(*case.arguments("Gated", run, **fields), run=run) as running:
+        gates = Gates(gate, running, workers=case.workers)
+        sent = []
+        for number in COUNTED_AT:
+            gates.wait(number)
+            sent.append(gates.bytes_sent())
+            gates.open(number)
+        done = running.wait(code=0)
+    between = [e["bytes_sent"] for e in done.steps if first <= e["step"] < last]
+    assert sum(between) == pytest.approx(sent[1] - sent[0], rel=0.02)
 
 
 def ends_and_evaluates_in_steps(case: Case, folder: Path) -> None:
