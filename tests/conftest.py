@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -38,9 +39,24 @@ settings.load_profile("repeatable")
 _terminal = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    said = "use one core, the N-th: members that are threads take turns, and moving costs them a third more"
+    parser.addoption("--core", type=int, metavar="N", help=said)
+    parser.addoption("--part", metavar="K/N", help="run only the K-th of N tests, the K+N-th, ...")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if (number := config.getoption("--core")) is not None:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
     # Before capturing begins: a stack dump into a captured stream would be lost with the process.
     config.stash[_terminal] = os.dup(2)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        first, step = map(int, part.split("/"))
+        items[:] = items[first - 1 :: step]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -127,6 +143,14 @@ def _environment() -> dict[str, str]:
     """Return the environment without variables that pytest and imported libraries set."""
     theirs = ("PYTEST_CURRENT_TEST", "KMP_", "TORCHINDUCTOR_", "TRITON_")
     return {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+
+
+@pytest.fixture(params=["threads", pytest.param("processes", marks=pytest.mark.long)])
+def members(request: pytest.FixtureRequest) -> ModuleType:
+    """What runs commands with their members as threads, or as processes: the latter in `make long`."""
+    from manyhands.testing import harness, in_process  # they import torch
+
+    return {"threads": in_process, "processes": harness}[request.param]
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from manyhands.runs import checkpoints
-from manyhands.testing.harness import resume, train
 
 pytestmark = pytest.mark.slow
 
@@ -40,9 +40,9 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_a_run_without_a_finite_loss_ends_as_diverged_and_resumes_from_the_last_good_checkpoint(
-    job: Path, tmp_path: Path
+    job: Path, members: ModuleType, tmp_path: Path
 ) -> None:
-    done = train(job, tmp_path / "run", "--checkpoint-every", "5", "--max-bad-steps", "12")
+    done = members.train(job, tmp_path / "run", "--checkpoint-every", "5", "--max-bad-steps", "12")
     assert done.code == 65, done.err
     assert "no finite loss since step 15 (12 steps)" in done.err
     run, summary = done.run, done.of("RunFinished")[0]["summary"]
@@ -56,7 +56,7 @@ def test_a_run_without_a_finite_loss_ends_as_diverged_and_resumes_from_the_last_
     assert "The weights of step 15 are not finite" in notes[0]
     assert f"manyhands resume {run} --set lr=0.005" in done.out
 
-    again = resume(run, "--set", "bad_from=100000", "--set", "epochs=3")
+    again = members.resume(run, "--set", "bad_from=100000", "--set", "epochs=3")
     assert again.code == 0, again.err
     assert again.of("Resumed")[-1]["checkpoint"] == "checkpoints/step-14"
     assert checkpoints.steps(run)[-1] == 21
@@ -65,16 +65,22 @@ def test_a_run_without_a_finite_loss_ends_as_diverged_and_resumes_from_the_last_
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "ps:async"])
-def test_every_strategy_diverges(strategy: str, job: Path, tmp_path: Path) -> None:
-    done = train(job, tmp_path / "run", "--max-bad-steps", "4", strategy=strategy, workers=2)
+def test_every_strategy_diverges(
+    strategy: str, job: Path, members: ModuleType, tmp_path: Path
+) -> None:
+    done = members.train(
+        job, tmp_path / "run", "--max-bad-steps", "4", strategy=strategy, workers=2
+    )
     assert done.code == 65, done.err
     assert "no finite loss since step " in done.err
     state = done.state()["model"]
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 
-def test_a_run_that_ends_without_finite_weights_is_not_finished(job: Path, tmp_path: Path) -> None:
-    done = train(job, tmp_path / "run", "--max-bad-steps", "0", bad_from=3, epochs=4)
+def test_a_run_that_ends_without_finite_weights_is_not_finished(
+    job: Path, members: ModuleType, tmp_path: Path
+) -> None:
+    done = members.train(job, tmp_path / "run", "--max-bad-steps", "0", bad_from=3, epochs=4)
     assert done.code == 65, done.err
     assert "weights of step 28 are not finite: no finite loss since step 3 (26 steps)" in done.err
     assert len(done.steps) == 28

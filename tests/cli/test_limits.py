@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,11 +20,13 @@ def summary(done: harness.Finished) -> dict[str, Any]:
     return found
 
 
-def test_a_training_in_slices_is_the_training_in_one_piece(tmp_path: Path) -> None:
-    whole = harness.train("Dropout", tmp_path / "whole", EQUAL, **FIELDS)
+def test_a_training_in_slices_is_the_training_in_one_piece(
+    members: ModuleType, tmp_path: Path
+) -> None:
+    whole = members.train("Dropout", tmp_path / "whole", EQUAL, **FIELDS)
     assert whole.code == 0, whole.err
     run = tmp_path / "run"
-    first = harness.train("Dropout", run, EQUAL, "--max-steps", "8", **FIELDS)
+    first = members.train("Dropout", run, EQUAL, "--max-steps", "8", **FIELDS)
     assert first.code == 0, first.err
     assert (summary(first)["outcome"], summary(first)["limit"]) == ("limit", "--max-steps 8")
     assert summary(first)["steps"] == 8
@@ -33,45 +35,47 @@ def test_a_training_in_slices_is_the_training_in_one_piece(tmp_path: Path) -> No
     assert f"continue with:  manyhands resume {run}\n" in first.out
     assert [event["step"] for event in first.of("Evaluated")] == [4, 8]
     # A limit is one of this start: the next one has its own, or none.
-    second = harness.resume(run, "--max-steps", "9")
+    second = members.resume(run, "--max-steps", "9")
     assert second.code == 0, second.err
     assert (summary(second)["outcome"], summary(second)["steps"]) == ("limit", 17)
-    third = harness.resume(run)
+    third = members.resume(run)
     assert third.code == 0, third.err
     assert (summary(third)["outcome"], summary(third)["limit"]) == ("finished", None)
     assert third.losses == whole.losses
     assert_same_bits(third.state(), whole.state())
     assert [event["step"] for event in third.of("Evaluated")] == [4, 8, 12, 16, 20, 21]
-    assert "is already finished" in harness.resume(run).out
+    assert "is already finished" in members.resume(run).out
 
 
-def test_a_limit_at_the_end_is_the_end(tmp_path: Path) -> None:
-    done = harness.train("Regression", tmp_path / "run", "--max-steps", "21")
+def test_a_limit_at_the_end_is_the_end(members: ModuleType, tmp_path: Path) -> None:
+    done = members.train("Regression", tmp_path / "run", "--max-steps", "21")
     assert (done.code, summary(done)["outcome"]) == (0, "finished")
 
 
-def test_a_limit_of_steps_holds_when_all_members_restart(tmp_path: Path) -> None:
+def test_a_limit_of_steps_holds_when_all_members_restart(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     flags = ("--max-steps", "12", "--checkpoint-every", "3")
-    arguments = harness.train_arguments("Regression", run, *flags, pause_s=0.05)
-    with harness.command(*arguments, run=run) as running:
+    arguments = harness.train_arguments("Regression", run, *flags, pause_s=members.SLOW_S)
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(6)
-        running.kill("worker-0", signal.SIGKILL)
+        running.kill("worker-0")
         done = running.wait(code=0)
     assert done.of("Resumed")
     assert (summary(done)["outcome"], summary(done)["steps"]) == ("limit", 12)
 
 
-def test_a_limit_of_time_stops_and_saves(tmp_path: Path) -> None:
+def test_a_limit_of_time_stops_and_saves(members: ModuleType, tmp_path: Path) -> None:
     run = tmp_path / "run"
     fields = {**FIELDS, "epochs": 100_000, "pause_s": 0.02}
-    done = harness.train("Regression", run, "--max-time", "500ms", **fields)
+    done = members.train("Regression", run, "--max-time", "500ms", **fields)
     assert done.code == 0, done.err
     found = summary(done)
     assert (found["outcome"], found["limit"]) == ("limit", "--max-time 500ms")
     assert "stopping: --max-time 500ms; saving a checkpoint" in done.out
     assert found["checkpoint"] == f"checkpoints/step-{found['steps']}"
-    resumed = harness.resume(run, "--max-steps", "3")
+    resumed = members.resume(run, "--max-steps", "3")
     assert summary(resumed)["steps"] == found["steps"] + 3
 
 

@@ -10,6 +10,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -35,9 +36,9 @@ def old_run(strategy: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_old_run_resumes(strategy: str, tmp_path: Path) -> None:
+def test_an_old_run_resumes(strategy: str, members: ModuleType, tmp_path: Path) -> None:
     run = old_run(strategy, tmp_path)
-    done = harness.resume(run)
+    done = members.resume(run)
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert done.of("RunFinished")[-1]["outcome"] == "finished"
     for epoch, positions in done.uses_by_epoch().items():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from manyhands.testing import harness
+from manyhands.testing import harness, in_process
 
 FIELDS: dict[str, Any] = {"eval_every": "4 steps", "anneal": False, "lr": 0.005}
 SERVED = ("sync", "backup", "ssp", "async", "async(transport=tcp)")
@@ -24,7 +25,7 @@ def summary(done: harness.Finished) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The loss of each evaluation of a whole training."""
-    done = harness.train("Regression", tmp_path_factory.mktemp("whole") / "run", **FIELDS)
+    done = in_process.train("Regression", tmp_path_factory.mktemp("whole") / "run", **FIELDS)
     assert done.code == 0, done.err
     assert summary(done)["steps_to_target"] is None
     found = [event["metrics"]["loss"] for event in done.of("Evaluated")]
@@ -44,13 +45,13 @@ def between(losses: list[float], number: int) -> float:
     ["single", "allreduce", *(pytest.param(f"ps:{n}", marks=pytest.mark.long) for n in SERVED)],
 )
 def test_a_target_is_reached_at_the_same_step(
-    strategy: str, losses: list[float], tmp_path: Path
+    strategy: str, losses: list[float], members: ModuleType, tmp_path: Path
 ) -> None:
     target = between(losses, 2)
     workers = 1 if strategy == "single" else 2
     # Longer than the reference: with stale gradients it may take more steps.
     how = {"strategy": strategy, "workers": workers, "epochs": 12, **FIELDS}
-    done = harness.train("Regression", tmp_path / "run", "--target", f"loss={target}", **how)
+    done = members.train("Regression", tmp_path / "run", "--target", f"loss={target}", **how)
     assert done.code == 0, done.err
     (reached,) = done.of("TargetReached")
     evaluated = done.of("Evaluated")
@@ -116,13 +117,15 @@ def test_what_it_takes_adds_up_over_starts(losses: list[float], tmp_path: Path) 
     assert summary(last)["steps_to_target"] is None
 
 
-def test_a_target_survives_a_restart_of_all_members(losses: list[float], tmp_path: Path) -> None:
+def test_a_target_survives_a_restart_of_all_members(
+    losses: list[float], members: ModuleType, tmp_path: Path
+) -> None:
     run, target = tmp_path / "run", f"loss={between(losses, 3)}"
     flags = ("--target", target, "--checkpoint-every", "3")
-    arguments = harness.train_arguments("Regression", run, *flags, **FIELDS, pause_s=0.05)
-    with harness.command(*arguments, run=run) as running:
+    arguments = harness.train_arguments("Regression", run, *flags, **FIELDS, pause_s=members.SLOW_S)
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(6)
-        running.kill("worker-0", signal.SIGKILL)
+        running.kill("worker-0")
         done = running.wait(code=0)
     assert done.of("Resumed")
     (reached,) = done.of("TargetReached")
@@ -138,15 +141,15 @@ def test_a_target_survives_a_restart_of_all_members(losses: list[float], tmp_pat
     ["allreduce", *(pytest.param(f"ps:{n}", marks=pytest.mark.long) for n in SERVED)],
 )
 def test_a_target_is_reached_after_a_death(
-    strategy: str, losses: list[float], tmp_path: Path
+    strategy: str, losses: list[float], members: ModuleType, tmp_path: Path
 ) -> None:
     run, target = tmp_path / "run", between(losses, 3)
     # Longer than the reference: with stale gradients it may take more steps.
-    how = {"strategy": strategy, "workers": 3, "pause_s": 0.05, "epochs": 12, **FIELDS}
+    how = {"strategy": strategy, "workers": 3, "pause_s": members.SLOW_S, "epochs": 12, **FIELDS}
     arguments = harness.train_arguments("Regression", run, "--target", f"loss={target}", **how)
-    with harness.command(*arguments, run=run) as running:
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(5)
-        running.kill("worker-2", signal.SIGKILL)
+        running.kill("worker-2")
         done = running.wait(code=0)
     assert done.of("MemberLost")
     (reached,) = done.of("TargetReached")
@@ -159,12 +162,14 @@ def test_a_target_is_reached_after_a_death(
     assert reached["time_to_target_s"] > recovered_s, "recoveries count"
 
 
-def test_a_target_of_the_last_evaluation_is_the_end(losses: list[float], tmp_path: Path) -> None:
+def test_a_target_of_the_last_evaluation_is_the_end(
+    losses: list[float], members: ModuleType, tmp_path: Path
+) -> None:
     flags = ("--target", f"loss={between(losses, 5)}")
-    done = harness.train("Regression", tmp_path / "run", *flags, **FIELDS)
+    done = members.train("Regression", tmp_path / "run", *flags, **FIELDS)
     found = summary(done)
     assert (found["outcome"], found["limit"], found["steps_to_target"]) == ("finished", None, 21)
-    missed = harness.train("Regression", tmp_path / "other", "--target", "loss=0", **FIELDS)
+    missed = members.train("Regression", tmp_path / "other", "--target", "loss=0", **FIELDS)
     assert (missed.code, summary(missed)["outcome"]) == (0, "finished")
     assert "  target      loss=0 was not reached\n" in missed.out
 
@@ -179,8 +184,10 @@ def test_a_target_of_the_last_evaluation_is_the_end(losses: list[float], tmp_pat
         ("worst=1", {}, '--target "worst=1": the name does not show whether lower or higher is be'),
     ],
 )
-def test_wrong_targets(target: str, fields: dict[str, Any], says: str, tmp_path: Path) -> None:
-    done = harness.train("Regression", tmp_path / "run", "--target", target, **fields)
+def test_wrong_targets(
+    target: str, fields: dict[str, Any], says: str, members: ModuleType, tmp_path: Path
+) -> None:
+    done = members.train("Regression", tmp_path / "run", "--target", target, **fields)
     assert done.code == 2
     assert says in done.err
     assert not (tmp_path / "run").exists()

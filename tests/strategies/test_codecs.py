@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from manyhands.testing import harness
 from manyhands.testing.conformance import Case
 
 WIDE = {"width": 40_000, "epochs": 2}
@@ -27,14 +27,16 @@ def test_int8_sends_about_a_quarter_of_the_bytes(workers: int, tmp_path: Path) -
     assert 0.25 < coded / plain < 0.27
 
 
-def test_a_run_keeps_its_codec_and_resumes_with_another_one(tmp_path: Path) -> None:
+def test_a_run_keeps_its_codec_and_resumes_with_another_one(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    case = Case("allreduce + int8(chunk=64)", workers=2, flags=("--max-steps", "4"))
-    case.train("Regression", run)
+    coded = "allreduce + int8(chunk=64)"
+    members.train("Regression", run, "--max-steps", "4", strategy=coded, workers=2)
     options = json.loads((run / "config.json").read_text())["options"]
-    assert options["strategy"]["value"] == case.strategy
+    assert options["strategy"]["value"] == coded
     for flags in [("--max-steps", "4"), ("--max-steps", "4", "--strategy", "allreduce"), ()]:
-        resumed = harness.resume(run, *flags)
+        resumed = members.resume(run, *flags)
         assert resumed.code == 0, f"{resumed.out}\n{resumed.err}"
     started = [event["strategy"] for event in resumed.of("RunStarted")]
-    assert started == [case.strategy, case.strategy, "allreduce", "allreduce"]
+    assert started == [coded, coded, "allreduce", "allreduce"]

@@ -15,7 +15,7 @@ SHORT = {
     "ps:async(transport=tcp) x3",
 }
 """Those of `make test`; the others are in `make long`."""
-SHORT_MEMORY = {"allreduce x2", "ps:async(transport=tcp) x2"}
+SHORT_MEMORY = {"allreduce x2"}
 
 
 def marked(cases: tuple[CostCase, ...], short: set[str]) -> list[object]:

@@ -3,7 +3,6 @@ once."""
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from manyhands.testing import harness
 from manyhands.testing.counting import COUNTING, Counting
 from manyhands.testing.harness import Finished
 
-EXTRA = Path(__file__).parent / "extra"
 GROUPS = ("everyone", "pair", "trio", "inner")
 OPERATIONS = (
     *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_and_recv"),
@@ -26,9 +24,7 @@ ALL = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def members_know_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
+pytestmark = pytest.mark.usefixtures("extra_strategies")
 
 
 @pytest.fixture

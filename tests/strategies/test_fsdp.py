@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from manyhands.strategies.registry import STRATEGIES
 from manyhands.testing import conformance, harness
 from manyhands.testing.conformance import EQUAL, Case, Check, assert_once_an_epoch
 
-EXTRA = Path(__file__).parent / "extra"
 SHARDED = Case("by-fsdp", workers=2)
 
-
-@pytest.fixture(autouse=True)
-def every_process_knows_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(EXTRA)
-    from by_fsdp import ByFsdp
-
-    monkeypatch.setitem(STRATEGIES, ByFsdp.name, ByFsdp)
+pytestmark = pytest.mark.usefixtures("extra_strategies")
 
 
 @pytest.mark.parametrize(
     "check",
     [
         conformance.equals_single,
-        conformance.equals_single_with_own_weights,
-        conformance.repeats_and_resumes_bit_equal,
+        pytest.param(conformance.equals_single_with_own_weights, marks=pytest.mark.long),
+        pytest.param(conformance.repeats_and_resumes_bit_equal, marks=pytest.mark.long),
         conformance.survives_a_kill,
         conformance.reports_the_bytes_it_sends,
     ],
@@ -64,8 +54,8 @@ def test_three_workers_with_micro_batches_make_equally_many_forwards(tmp_path: P
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (SHARDED, Case("single", workers=1)),
-        (Case("single", workers=1), Case("by-fsdp", workers=3)),
+        pytest.param(SHARDED, Case("single", workers=1), marks=pytest.mark.long),
+        pytest.param(Case("single", workers=1), Case("by-fsdp", workers=3), marks=pytest.mark.long),
         (Case("by-fsdp", workers=3), Case("allreduce", workers=2)),
     ],
     ids=str,

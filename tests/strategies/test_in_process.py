@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from manyhands.contract import Strategy
 from manyhands.runs.checkpoints import final, steps, verify
 from manyhands.runs.saver import learner_states
 from manyhands.strategies.registry import STRATEGIES
@@ -32,8 +30,6 @@ from manyhands.testing.conformance import (
     workers_join_and_leave,
 )
 from manyhands.testing.harness import Finished
-
-EXTRA = Path(__file__).parent / "extra"
 
 CASES = [
     Case(strategy, workers=workers, in_process=True)
@@ -79,22 +75,7 @@ def test_conformance(case: Case, check: Check, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
-@pytest.fixture
-def extra(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], type[Strategy]]:
-    """Returns a function that registers a strategy of the folder `extra`, given its module and class."""
-    monkeypatch.syspath_prepend(EXTRA)
-
-    def register(module: str, name: str) -> type[Strategy]:
-        found: type[Strategy] = getattr(importlib.import_module(module), name)
-        monkeypatch.setitem(STRATEGIES, found.name, found)
-        return found
-
-    return register
-
-
-Extra = Callable[[str, str], type[Strategy]]
-
-
+@pytest.mark.usefixtures("extra_strategies")
 @pytest.mark.parametrize(
     "check",
     [
@@ -106,13 +87,14 @@ Extra = Callable[[str, str], type[Strategy]]
     ],
     ids=lambda check: check.__name__,
 )
-def test_replicas_of_two_workers(check: Check, extra: Extra, tmp_path: Path) -> None:
-    check(Case(extra("paired", "Paired").name, workers=4, in_process=True), tmp_path)
+def test_replicas_of_two_workers(check: Check, tmp_path: Path) -> None:
+    check(Case("paired", workers=4, in_process=True), tmp_path)
 
 
-def test_a_strategy_that_never_updates_does_not_learn(extra: Extra, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("extra_strategies")
+def test_a_strategy_that_never_updates_does_not_learn(tmp_path: Path) -> None:
     """Everything else looks right."""
-    case = Case(extra("unmoved", "Unmoved").name, workers=2, in_process=True)
+    case = Case("unmoved", workers=2, in_process=True)
     for check in (
         equals_single,
         repeats_and_resumes_bit_equal,
@@ -132,10 +114,11 @@ def test_a_death_that_never_comes_fails_the_check(tmp_path: Path) -> None:
         dies_in_the_exchange(Case("ps:sync", workers=2, in_process=True), tmp_path)
 
 
+@pytest.mark.usefixtures("extra_strategies")
 def test_the_suite_reports_what_fails(
-    extra: Extra, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unmoved = extra("unmoved", "Unmoved")
+    unmoved = STRATEGIES["unmoved"]
     monkeypatch.delitem(STRATEGIES, unmoved.name)  # it need not be there
     monkeypatch.setattr(suite, "checks_of", lambda case: [equals_single, learns])
     with pytest.raises(AssertionError, match="learns on 2 workers"):
@@ -156,9 +139,10 @@ def counts(done: Finished) -> list[int]:
     return [state["count"] for state in states]
 
 
-def test_counters_keep_their_sum_on_other_numbers_of_workers(extra: Extra, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("extra_strategies")
+def test_counters_keep_their_sum_on_other_numbers_of_workers(tmp_path: Path) -> None:
     """State that a worker holds alone: stopped, and resumed on fewer and on more workers."""
-    case, run = Case(extra("worker_state", "Counted").name, workers=3, in_process=True), tmp_path
+    case, run = Case("counted", workers=3, in_process=True), tmp_path
     done = case.train("Regression", run / "run", EQUAL, "--max-steps", "5")
     assert len(counts(done)) == 3
     assert sum(counts(done)) == 5 * 16

@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -53,14 +54,16 @@ def by_hand(changes: dict[int, int], num_steps: int) -> Iterator[tuple[int, floa
         pytest.param("ps:sync(transport=tcp)", marks=pytest.mark.long),
     ],
 )
-def test_the_batch_and_the_rate_follow_the_workers(strategy: str, tmp_path: Path) -> None:
+def test_the_batch_and_the_rate_follow_the_workers(
+    strategy: str, members: ModuleType, tmp_path: Path
+) -> None:
     """One worker, then two, then one, and two when it is resumed: also the cosine is where it should be, by
     samples."""
     run = tmp_path / "run"
     flags = ("--scale-batch", "linear", "--scale-warmup", str(WARMUP), "--equal-shares")
     case = Case(strategy, workers=1, flags=flags)
-    arguments = case.arguments("Regression", run, pause_s=0.1, epochs=EPOCHS)
-    with harness.command(*arguments, run=run) as running:
+    arguments = case.arguments("Regression", run, pause_s=members.SLOW_S, epochs=EPOCHS)
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(3)
         scale(run, 2)
         last = max(e["step"] for e in running.events() if e["event"] == "StepCommitted")
@@ -71,7 +74,7 @@ def test_the_batch_and_the_rate_follow_the_workers(strategy: str, tmp_path: Path
         running.signal(signal.SIGTERM)
         stopped = running.wait()
     assert stopped.code == 75, f"{stopped.out}\n{stopped.err}"
-    done = harness.resume(run, "--workers", "2", "--set", "pause_s=0")
+    done = members.resume(run, "--workers", "2", "--set", "pause_s=0")
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert_once_an_epoch(done, epochs=EPOCHS)
     worlds = [len(view["members"]) for view in done.of("ViewChanged")]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from manyhands.strategies.registry import STRATEGIES
 from manyhands.testing import conformance, harness
 from manyhands.testing.conformance import EQUAL, Case, Check, assert_once_an_epoch
 from manyhands.testing.harness import Finished
 
-EXTRA = Path(__file__).parent / "extra"
 PAIRED = Case("paired", workers=4)
+
+pytestmark = pytest.mark.usefixtures("extra_strategies")
 
 
 def scale(run: Path, workers: int, *, code: int) -> Finished:
@@ -21,20 +21,8 @@ def scale(run: Path, workers: int, *, code: int) -> Finished:
         return asked.wait(code=code)
 
 
-@pytest.fixture(autouse=True)
-def every_process_knows_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
-    monkeypatch.syspath_prepend(EXTRA)
-    from paired import Paired
-
-    monkeypatch.setitem(STRATEGIES, Paired.name, Paired)
-
-
-@pytest.mark.parametrize(
-    "check", [conformance.equals_single, conformance.survives_a_kill], ids=lambda c: c.__name__
-)
-def test_conformance(check: Check, tmp_path: Path) -> None:
-    check(PAIRED, tmp_path)
+def test_a_kill_of_a_process(tmp_path: Path) -> None:
+    conformance.survives_a_kill(PAIRED, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +56,12 @@ def test_a_step_counts_once_per_replica(tmp_path: Path) -> None:
     assert theirs < ours < 1.3 * theirs, "those of all four workers, and what pairs compare"
 
 
-def test_a_worker_that_is_left_over_stands_by_until_there_is_another(tmp_path: Path) -> None:
+def test_a_worker_that_is_left_over_stands_by_until_there_is_another(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    arguments = PAIRED.arguments("Regression", run, pause_s=0.1, epochs=8)
-    with harness.command(*arguments, run=run) as running:
+    arguments = PAIRED.arguments("Regression", run, pause_s=members.SLOW_S, epochs=8)
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(4)
         running.kill("worker-0")
         done = running.wait(code=0)
@@ -88,10 +78,10 @@ def test_a_worker_that_is_left_over_stands_by_until_there_is_another(tmp_path: P
     assert done.losses[-1] == pytest.approx(alone.losses[-1], rel=1e-5)
 
 
-def test_a_run_is_resized_by_whole_replicas(tmp_path: Path) -> None:
+def test_a_run_is_resized_by_whole_replicas(members: ModuleType, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = PAIRED.arguments("Regression", run, pause_s=0.1, epochs=8)
-    with harness.command(*arguments, run=run) as running:
+    arguments = PAIRED.arguments("Regression", run, pause_s=members.SLOW_S, epochs=8)
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(3)
         assert "paired trains with whole replicas of 2 workers" in scale(run, 3, code=2).err
         scale(run, 2, code=0)

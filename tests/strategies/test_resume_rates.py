@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
-
-from manyhands.testing import harness
 
 CHANGED = ("--set", "lr=0.2", "--set", "epochs=3", "--schedule", "stretch")
 
@@ -29,16 +28,16 @@ CHANGED = ("--set", "lr=0.2", "--set", "epochs=3", "--schedule", "stretch")
     ],
 )
 def test_another_rate_is_applied_by_whoever_has_the_optimizer(
-    tmp_path: Path, others: list[tuple[str, int]]
+    members: ModuleType, tmp_path: Path, others: list[tuple[str, int]]
 ) -> None:
     begun = tmp_path / "begun"
-    assert harness.train("Regression", begun, grouped=True, epochs=2).code == 0
+    assert members.train("Regression", begun, grouped=True, epochs=2).code == 0
     results = []
     for number, (strategy, workers) in enumerate([("single", 1), *others]):
         run = tmp_path / f"run-{number}"
         shutil.copytree(begun, run)
         how = ("--strategy", strategy, "--workers", str(workers))
-        done = harness.resume(run, *CHANGED, *how)
+        done = members.resume(run, *CHANGED, *how)
         assert done.code == 0, f"{strategy}: {done.out}\n{done.err}"
         results.append(done)
     alone, *together = results

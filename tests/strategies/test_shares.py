@@ -45,6 +45,7 @@ def _sizes(done: harness.Finished) -> list[list[int]]:
     ]
 
 
+@pytest.mark.long
 def test_a_worker_that_is_only_a_brake_is_left_out(tmp_path: Path) -> None:
     """Its steps take long however small its share is."""
     done = harness.train(

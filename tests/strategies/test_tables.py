@@ -23,7 +23,7 @@ from manyhands.testing.conformance import Case, assert_once_an_epoch, assert_sam
 from manyhands.testing.jobs import Sparse
 
 SYNCHRONOUS = [
-    Case("allreduce", workers=2),
+    pytest.param(Case("allreduce", workers=2), marks=pytest.mark.long),
     pytest.param(Case("allreduce", workers=4), marks=pytest.mark.long),
     Case("ps:sync", workers=2),
     pytest.param(Case("ps:sync(servers=3)", workers=4), marks=pytest.mark.long),

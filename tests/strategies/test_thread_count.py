@@ -27,7 +27,11 @@ class Counting(Regression):
 MAX_THREADS = 20
 
 
-@pytest.mark.parametrize("flags", [(), ("--trust-network",)], ids=["tls", "secret"])
+@pytest.mark.parametrize(
+    "flags",
+    [(), pytest.param(("--trust-network",), marks=pytest.mark.long)],
+    ids=["tls", "secret"],
+)
 def test_a_worker_that_is_also_a_server_has_few_threads(
     flags: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,25 +19,23 @@ from manyhands.testing.conformance import EQUAL, assert_once_an_epoch
 from manyhands.testing.harness import Finished
 from manyhands.testing.jobs import Regression
 
-EXTRA = Path(__file__).parent / "extra"
 NUM_SAMPLES = 98
 
-
-@pytest.fixture(autouse=True)
-def members_know_the_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
+pytestmark = pytest.mark.usefixtures("extra_strategies")
 
 
-def train(run: Path, *flags: str, strategy: str, workers: int, **fields: Any) -> Finished:
-    done = harness.train(
+def train(
+    members: ModuleType, run: Path, *flags: str, strategy: str, workers: int, **fields: Any
+) -> Finished:
+    done = members.train(
         *("Regression", run, EQUAL, *flags), strategy=strategy, workers=workers, **fields
     )
     assert done.code == 0, f"{done.out}\n{done.err}\n{harness.logs_of(run)}"
     return done
 
 
-def resume(run: Path, *flags: str) -> Finished:
-    done = harness.resume(run, *flags)
+def resume(members: ModuleType, run: Path, *flags: str) -> Finished:
+    done = members.resume(run, *flags)
     assert done.code == 0, f"{done.out}\n{done.err}\n{harness.logs_of(run)}"
     return done
 
@@ -54,31 +52,33 @@ def samples(done: Finished) -> int:
     return sum(step["samples"] for step in done.steps)
 
 
-def test_counters_keep_their_sum_on_other_numbers_of_workers(tmp_path: Path) -> None:
+def test_counters_keep_their_sum_on_other_numbers_of_workers(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    done = train(run, "--max-steps", "5", strategy="counted", workers=3)
+    done = train(members, run, "--max-steps", "5", strategy="counted", workers=3)
     assert sum(counts(done)) == samples(done) == 80
     assert len(counts(done)) == 3
     assert all(counts(done))
-    fewer = resume(run, "--workers", "2", "--max-steps", "5")
+    fewer = resume(members, run, "--workers", "2", "--max-steps", "5")
     assert sum(counts(fewer)) == samples(fewer)
     assert len(counts(fewer)) == 2
-    more = resume(run, "--workers", "3")
+    more = resume(members, run, "--workers", "3")
     assert sum(counts(more)) == samples(more) == 3 * NUM_SAMPLES
     assert len(counts(more)) == 3
     assert_once_an_epoch(more)
 
 
-def scaled(run: Path, *numbers: int, workers: int, epochs: int) -> Finished:
+def scaled(members: ModuleType, run: Path, *numbers: int, workers: int, epochs: int) -> Finished:
     """Train with counters, and scale the live run to these numbers of workers, one after the other."""
     arguments = harness.train_arguments(
         *("Regression", run, EQUAL, "--max-restarts", "0"),
         strategy="counted",
         workers=workers,
         epochs=epochs,
-        pause_s=0.05,
+        pause_s=members.SLOW_S,
     )
-    with harness.command(*arguments, run=run) as running:
+    with members.command(*arguments, run=run) as running:
         for number in numbers:
             done_by_then = sum(e["event"] == "StepCommitted" for e in running.events())
             running.wait_for_step(done_by_then + 4)
@@ -102,8 +102,10 @@ def handed_over(done: Finished) -> list[str]:
     return [e["message"] for e in done.of("Noticed") if "got the state of" in e["message"]]
 
 
-def test_counters_keep_their_sum_when_workers_leave_and_join(tmp_path: Path) -> None:
-    done = scaled(tmp_path / "run", 2, 3, workers=3, epochs=8)
+def test_counters_keep_their_sum_when_workers_leave_and_join(
+    members: ModuleType, tmp_path: Path
+) -> None:
+    done = scaled(members, tmp_path / "run", 2, 3, workers=3, epochs=8)
     assert sum(counts(done)) == samples(done) == 8 * NUM_SAMPLES
     assert len(counts(done)) == 3
     assert used_by(done, "worker-2") > 0
@@ -118,14 +120,16 @@ def test_counters_keep_their_sum_when_workers_leave_and_join(tmp_path: Path) -> 
     assert_once_an_epoch(done, epochs=8)
 
 
-def test_counters_of_all_that_leave_go_to_those_that_stay(tmp_path: Path) -> None:
-    done = scaled(tmp_path / "run", 1, workers=4, epochs=6)
+def test_counters_of_all_that_leave_go_to_those_that_stay(
+    members: ModuleType, tmp_path: Path
+) -> None:
+    done = scaled(members, tmp_path / "run", 1, workers=4, epochs=6)
     assert counts(done) == [samples(done)] == [6 * NUM_SAMPLES]
     assert len(handed_over(done)) == 3
     assert not done.of("MemberLost")
 
 
-@pytest.mark.parametrize("dies", ["worker-2", "receiver"])
+@pytest.mark.parametrize("dies", ["worker-2", pytest.param("receiver", marks=pytest.mark.long)])
 def test_a_death_in_the_handover_loses_one_counter_and_doubles_none(
     dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +137,7 @@ def test_a_death_in_the_handover_loses_one_counter_and_doubles_none(
     if dies == "receiver":
         victim = receivers(["worker-2"], ["worker-0", "worker-1", "worker-2"], first=1)["worker-2"]
     monkeypatch.setenv("DIES_IN_HANDOVER", victim)
-    done = scaled(tmp_path / "run", 2, workers=3, epochs=6)
+    done = scaled(harness, tmp_path / "run", 2, workers=3, epochs=6)
     assert [lost["member"] for lost in done.of("MemberLost")] == [victim]
     assert len(counts(done)) == 2
     assert used_by(done, victim) > 0
@@ -142,23 +146,24 @@ def test_a_death_in_the_handover_loses_one_counter_and_doubles_none(
     assert_once_an_epoch(done, epochs=6)
 
 
-@pytest.mark.long
-def test_other_strategies_leave_what_the_workers_held(tmp_path: Path) -> None:
+def test_other_strategies_leave_what_the_workers_held(members: ModuleType, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train(run, "--max-steps", "2", strategy="counted", workers=2)
-    other = resume(run, "--strategy", "single", "--max-steps", "2")
+    train(members, run, "--max-steps", "2", strategy="counted", workers=2)
+    other = resume(members, run, "--strategy", "single", "--max-steps", "2")
     note = "single does not use what the workers of counted kept besides the weights"
     assert note in [event["message"] for event in other.of("Noticed")]
     # And back: what it finds now was saved by a strategy without counters.
-    back = resume(run, "--strategy", "counted", "--workers", "2", "--max-steps", "2")
+    back = resume(members, run, "--strategy", "counted", "--workers", "2", "--max-steps", "2")
     assert sum(counts(back)) == 32
     assert len(back.of("Noticed")) == 1
 
 
-def test_an_evaluation_of_averaged_weights_gives_the_trained_ones_back(tmp_path: Path) -> None:
+def test_an_evaluation_of_averaged_weights_gives_the_trained_ones_back(
+    members: ModuleType, tmp_path: Path
+) -> None:
     fields = {"workers": 1, "eval_every": "2 steps", "epochs": 1}
-    alone = train(tmp_path / "alone", strategy="single", **fields)
-    done = train(tmp_path / "run", strategy="averaged", **fields)
+    alone = train(members, tmp_path / "alone", strategy="single", **fields)
+    done = train(members, tmp_path / "run", strategy="averaged", **fields)
     assert len(done.of("Evaluated")) == 4
     assert done.losses == pytest.approx(alone.losses, rel=1e-6)
     state = done.state()

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import manyhands
 from manyhands.errors import SpecError
-from manyhands.strategies.registry import STRATEGIES
 from manyhands.testing import harness
 from manyhands.testing.conformance import EQUAL, assert_once_an_epoch
 from manyhands.testing.harness import Finished
 
-EXTRA = Path(__file__).parent / "extra"
+pytestmark = pytest.mark.usefixtures("extra_strategies")
 
 
-@pytest.fixture(autouse=True)
-def members_know_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(EXTRA), prepend=os.pathsep)
-
-
-def train(job: str, run: Path, *flags: str, **fields: Any) -> Finished:
+def train(members: ModuleType, job: str, run: Path, *flags: str, **fields: Any) -> Finished:
     strategy = {"strategy": "sharded-by-hand", "workers": 2}
-    return harness.train(job, run, EQUAL, *flags, **strategy, **fields)
+    return members.train(job, run, EQUAL, *flags, **strategy, **fields)
 
 
-def test_an_optimizer_of_shards_trains_as_one_worker(tmp_path: Path) -> None:
-    done = train("Regression", tmp_path / "run")
+def test_an_optimizer_of_shards_trains_as_one_worker(members: ModuleType, tmp_path: Path) -> None:
+    done = train(members, "Regression", tmp_path / "run")
     assert done.code == 0, f"{done.out}\n{done.err}\n{harness.logs_of(tmp_path / 'run')}"
-    alone = harness.train("Regression", tmp_path / "alone")
+    alone = members.train("Regression", tmp_path / "alone")
     assert_once_an_epoch(done)
     assert done.losses == pytest.approx(alone.losses, rel=1e-5)
     for ours, theirs in zip(done.of("Evaluated"), alone.of("Evaluated"), strict=True):
@@ -50,28 +44,33 @@ def test_an_optimizer_of_shards_trains_as_one_worker(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_built_in_a_view_is_checked_before_training(
-    settings: dict[str, str], says: str, tmp_path: Path
+    settings: dict[str, str], says: str, members: ModuleType, tmp_path: Path
 ) -> None:
-    done = train("Regression", tmp_path / "run", **settings)
+    done = train(members, "Regression", tmp_path / "run", **settings)
     assert done.code in (1, 2)
     assert says in done.err
 
 
-def test_the_check_shows_what_was_built_in_the_view(tmp_path: Path) -> None:
-    done = train("Regression", tmp_path / "run", "--check")
+def test_the_check_shows_what_was_built_in_the_view(members: ModuleType, tmp_path: Path) -> None:
+    done = train(members, "Regression", tmp_path / "run", "--check")
     assert done.code == 0, f"{done.out}\n{done.err}"
     assert "SGD" in done.out
 
 
-def test_members_that_start_again_load_their_weights_again(tmp_path: Path) -> None:
+def test_members_that_start_again_load_their_weights_again(
+    members: ModuleType, tmp_path: Path
+) -> None:
     """A worker is killed, and every member starts again from the checkpoint. It holds one shard, which all
     load, as this strategy saves no other: what counts is that it is loaded after the model is laid out."""
     run = tmp_path / "run"
     flags = ("--checkpoint-every", "2")
     arguments = harness.train_arguments(
-        *("Regression", run, EQUAL, *flags), strategy="sharded-by-hand", workers=2, pause_s=0.03
+        *("Regression", run, EQUAL, *flags),
+        strategy="sharded-by-hand",
+        workers=2,
+        pause_s=members.SLOW_S,
     )
-    with harness.command(*arguments, run=run) as running:
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(5)
         running.kill("worker-1")
         done = running.wait(code=0)
@@ -80,14 +79,9 @@ def test_members_that_start_again_load_their_weights_again(tmp_path: Path) -> No
     assert_once_an_epoch(done)
 
 
-def test_own_loops_refuse_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXTRA)
-    import sharded_by_hand
-
-    made = sharded_by_hand.ShardedByHand
-    monkeypatch.setitem(STRATEGIES, made.name, made)
+def test_own_loops_refuse_it() -> None:
     with (
         pytest.raises(SpecError, match="it lays the model out before the optimizer is built"),
-        manyhands.join(made.name, device="cpu"),
+        manyhands.join("sharded-by-hand", device="cpu"),
     ):
         pass

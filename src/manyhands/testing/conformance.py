@@ -136,8 +136,7 @@ class Case:
             return running.wait(code=0)
 
     def resume(self, run: Path, *flags: str) -> Finished:
-        arguments = ("resume", str(run), "--device", "cpu", *flags)
-        with self.command(*arguments, run=run) as running:
+        with self.command(*harness.resume_arguments(run, *flags), run=run) as running:
             return running.wait(code=0)
 
     def pause_s(self, seconds: float) -> float:

@@ -21,6 +21,8 @@ from manyhands.events.jsonl import committed_steps, read_events
 from manyhands.runs.checkpoints import final, steps
 
 JOBS = Path(__file__).parent / "jobs.py"
+SLOW_S = 0.1
+"""For `pause_s` of a job: slows steps down so that a test can interfere."""
 DEADLINE_S = 120.0
 
 
@@ -186,8 +188,13 @@ def logs_of(run: Path) -> str:
 
 
 def resume(run: Path, *flags: str) -> Finished:
-    with command("resume", str(run), "--device", "cpu", *flags, run=run) as running:
+    """Run `manyhands resume` to its end."""
+    with command(*resume_arguments(run, *flags), run=run) as running:
         return running.wait()
+
+
+def resume_arguments(run: Path, *flags: str) -> list[str]:
+    return ["resume", str(run), "--device", "cpu", *flags]
 
 
 def alive(pid: int) -> bool:

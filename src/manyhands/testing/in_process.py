@@ -26,13 +26,15 @@ from manyhands.cli.main import main
 from manyhands.coordinator.options import LaunchPlan
 from manyhands.events.jsonl import read_events
 from manyhands.hosts.timeouts import Timeouts
-from manyhands.testing.harness import DEADLINE_S, Finished
+from manyhands.testing.harness import DEADLINE_S, Finished, resume_arguments, train_arguments
 from manyhands.testing.thread_members import Death, ThreadLauncher
 from manyhands.threads import start_thread
 
 TIMEOUTS = Timeouts(settle_s=0.1, beat_s=0.2)
 """A thread that ends is noticed at once."""
 POLL_S = 0.002
+SLOW_S = 0.01
+"""As in harness.py: less, because threads take turns, and see events sooner."""
 MEMORY = "/dev/shm"
 """A file system in memory, on most Linux systems."""
 
@@ -146,3 +148,15 @@ def command(
         yield running
     finally:
         running.close()
+
+
+def train(job: str | Path, run: Path, *flags: str, **options: Any) -> Finished:
+    """Run `manyhands train` to its end, with the arguments of `harness.train_arguments`."""
+    with command(*train_arguments(job, run, *flags, **options), run=run) as running:
+        return running.wait()
+
+
+def resume(run: Path, *flags: str) -> Finished:
+    """Run `manyhands resume` to its end."""
+    with command(*resume_arguments(run, *flags), run=run) as running:
+        return running.wait()

@@ -1,18 +1,7 @@
 """Makes the strategies of this folder known to every process that has it on its PYTHONPATH."""
 
-from by_fsdp import ByFsdp
-from every_collective import EveryCollective
-from paired import Paired
-from sharded_by_hand import ShardedByHand
-from unmoved import Unmoved
-from worker_state import Averaged, Counted
+from extra_strategies import EXTRA_STRATEGIES
 
 from manyhands.strategies.registry import STRATEGIES
 
-STRATEGIES |= {
-    strategy.name: strategy
-    for strategy in (
-        *(ShardedByHand, ByFsdp, Paired),
-        *(Counted, Averaged, EveryCollective, Unmoved),
-    )
-}
+STRATEGIES |= EXTRA_STRATEGIES
