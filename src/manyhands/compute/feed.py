@@ -40,6 +40,8 @@ class Share:
     uniform: bool = False
     """If true, all workers have equally many micro-batches, some of which may have no samples: those pass
     through the model too."""
+    first: int = 0
+    """Index of the first replica that has samples in this step."""
 
 
 class Feed:
@@ -102,6 +104,7 @@ class Feed:
             moved,
             portion.part,
             self._uniform,
+            portion.first,
         )
 
     def _load_ahead(self, loaders: Loaders) -> None:

@@ -81,6 +81,8 @@ class Portion:
     """Factor of the learning rate."""
     ticks: int = 1
     """Number of times that the schedule is stepped after the whole step."""
+    first: int = 0
+    """In lockstep, the index of the first replica that has samples in this step."""
 
     @property
     def samples(self) -> int:

@@ -325,8 +325,9 @@ class LockstepDispatcher(Dispatcher):
             probe = plan.step % PROBE_EVERY == 0
             shares = dict(enumerate(plan.share_out(weights, least=1 if probe else 0)))
             self.progress.expect(plan, shares, dict(enumerate(self.replicas)))
+            first = next(index for index, ranges in shares.items() if ranges)
             for index, ranges in shares.items():
-                portions[index].append(_portion(plan, ranges, index))
+                portions[index].append(_portion(plan, ranges, index, first=first))
         for replica, own_portions in zip(self.replicas, portions, strict=True):
             for name in replica:
                 self._send(name, messages.TrainOrder(own_portions))
@@ -465,7 +466,9 @@ class WorkQueueDispatcher(Dispatcher):
         self._barrier, self._dispatched = None, False
 
 
-def _portion(plan: StepPlan, ranges: Sequence[Range], part: int) -> messages.Portion:
+def _portion(
+    plan: StepPlan, ranges: Sequence[Range], part: int, *, first: int = 0
+) -> messages.Portion:
     return messages.Portion(
-        plan.step, plan.epoch, plan.samples, tuple(ranges), part, plan.lr_factor, plan.ticks
+        plan.step, plan.epoch, plan.samples, tuple(ranges), part, plan.lr_factor, plan.ticks, first
     )

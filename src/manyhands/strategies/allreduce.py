@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -48,7 +47,7 @@ from manyhands.pairs import GPUS, HOSTS, OWN_LOOP, ROW_MODEL, TABLES, TRUST, WOR
 from manyhands.threads import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -287,6 +286,10 @@ class AllReduceLearner(Learner):
         while self._state_receiver is not None:
             if not self._catch_up(wait_s=0.1) and self.me.view_changing:
                 raise ViewChanging("the state did not arrive in time")
+        # What is evaluated and saved next are the newest statistics, whoever has them.
+        if self._group is not None:
+            with self._view_change_on_lost_peer():
+                self._buffers.broadcast(self._group)
 
     def _set_version(self, version: int) -> StepReport | None:
         """Set the last step that is in the weights, which may be one that this worker had not finished:
@@ -364,6 +367,7 @@ class AllReduceLearner(Learner):
             self.train_state.optimizer.zero_grad(set_to_none=True)
             report.caught_up = self._catch_up()
         self._version = share.step
+        self._buffers.source = share.first * self.me.view.replica_size
         self._applied.append((share.step, None if reducer is None else reducer.sums.clone()))
         self._in_flight = None
         if self.train_state.device == "cpu":
@@ -389,15 +393,6 @@ class AllReduceLearner(Learner):
         reducer.finish()
         return computed
 
-    @contextmanager
-    def eval_model(self) -> Iterator[nn.Module]:
-        """Return a context with the model and the buffers of rank 0 (BatchNorm's statistics), as a checkpoint
-        has them."""
-        if self._group is not None:
-            with self._view_change_on_lost_peer():
-                self._buffers.broadcast(self._group)
-        yield self.train_state.model
-
     def _sum(self, value: float | Tensor) -> Tensor:
         import torch
 
@@ -414,12 +409,15 @@ class AllReduceLearner(Learner):
 
 
 class Buffers:
-    """A model's buffers, such as BatchNorm's statistics. All workers compute with those of one worker."""
+    """A model's buffers, such as BatchNorm's statistics. All workers have those of one worker when a step
+    begins, and after `drain`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._buffers = list(model.buffers())
         self.source = 0
-        """The rank that the buffers come from: the first worker that is not new."""
+        """The rank that the buffers come from: the first worker that had samples in the last step. A worker
+        without any has gathered no statistics, and may never have any, if it is slow. At the beginning of a
+        view, the first worker that is not new."""
 
     def broadcast(self, group: Group) -> None:
         import torch

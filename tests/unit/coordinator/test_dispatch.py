@@ -491,6 +491,15 @@ def test_a_worker_that_catches_up_does_not_count_for_the_batch(tmp_path: Path) -
     assert second.portions == [Portion(3, 0, 8, ((12, 16),), 1, 2.0, 2)]
 
 
+def test_a_portion_names_the_first_worker_that_has_samples(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, IN_STEP, 3, num_samples=40)
+    stage.dispatcher.catching_up = {"worker-0"}
+    stage.dispatch_ahead()
+    portions = [order.portions[0] for _, order in stage.told[:3]]
+    assert [portion.samples for portion in portions] == [0, 2, 2]
+    assert [portion.first for portion in portions] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("step_s", [0.002, 0.05, 0.3])
 def test_no_worker_waits_for_orders_within_a_round(tmp_path: Path, step_s: float) -> None:
     """With a clock of its own: workers report every 0.1 s, and what they report is not in the weights."""
