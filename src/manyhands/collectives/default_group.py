@@ -6,7 +6,9 @@ and closed with it. A process has one default group: only one group at a time ca
 `mh.join()` if the user has made a default group.
 
 The process groups of a mesh have sockets of their own. Torch waits half an hour for a worker that dies while
-they connect; here it is `connect_s`.
+they connect, and no other thread can end that. So gloo connects here (`_connect`), in a wait that a cut ends:
+torch calls it where it makes a group, because it is registered as a backend. Otherwise its groups are as
+those of the backend `gloo`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import gc
 import itertools
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,9 +26,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from manyhands.collectives.connections import Connections, open_sockets
+from manyhands.collectives.store_gather import interruptible
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+BACKEND = "manyhands_gloo"
+"""Name of the backend that connects with gloo."""
+SPARE_S = 1.0
+"""How much longer connecting may take than gloo says."""
 
 
 class DefaultGroup:
@@ -41,34 +50,43 @@ class DefaultGroup:
         backend: str,
         connect_s: float,
         collective_s: float,
+        check: Callable[[], None],
     ) -> None:
+        """`check`: called while this connects, and raises if the group was cut."""
+        self._store, self._rank, self._size = store, rank, size
+        self._over_nccl = backend == "nccl"
+        self._backend = backend if self._over_nccl else BACKEND
+        self._connect_s, self._collective_s = min(connect_s, collective_s), collective_s
+        self._check = check
+        self._is_cut = self._is_made = False
+        self._groups: list[Any] = []
+        self._connections: list[Connections] = []
+
+    def form(self) -> None:
+        """Make it: all workers connect. May be cut meanwhile."""
         if dist.is_initialized():
             raise RuntimeError(
                 "a device mesh needs torch's default process group, and this process has one already: of "
                 "another group, or made by the job or the script. Destroy it first."
             )
-        self._size, self._backend = size, backend
-        self._connect_s, self._collective_s = connect_s, collective_s
-        self._is_cut = False
-        self._groups: list[Any] = []
-        self._connections: list[Connections] = []
-        timeout = timedelta(seconds=min(connect_s, collective_s))
+        if not self._over_nccl:
+            dist.Backend.register_backend(BACKEND, self._connect, devices=["cpu", "cuda"])
         # Torch numbers its groups, and uses the numbers in keys of the store. One that failed to form counts,
         # but not in a worker that was started since.
         distributed_c10d._world.group_count = 0
         before = self._sockets()
         try:
             dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("default", store),
-                rank=rank,
-                world_size=size,
-                timeout=timeout,
+                self._backend,
+                store=self._store,
+                rank=self._rank,
+                world_size=self._size,
+                timeout=timedelta(seconds=self._connect_s),
             )
+            self._is_made = True
             self._add(dist.group.WORLD, before)
         except BaseException:
-            if dist.is_initialized():
-                dist.destroy_process_group(None)
+            self.close()
             raise
 
     def mesh(self, sizes: Sequence[int], names: Sequence[str], *, device: str) -> DeviceMesh:
@@ -92,7 +110,7 @@ class DefaultGroup:
     def cut(self) -> None:
         """Make every wait in it and its meshes fail. May be called from any thread."""
         self._is_cut = True
-        if self._backend == "nccl":
+        if self._over_nccl:
             for group in self._groups:
                 with suppress(RuntimeError):
                     group.abort()
@@ -104,7 +122,13 @@ class DefaultGroup:
         # the interpreter's lock, which they may be waiting for.
         gc.collect()
         self._groups.clear()
-        dist.destroy_process_group(None)
+        if self._is_made:
+            self._is_made = False
+            dist.destroy_process_group(None)
+        # With any such backend, torch gives a group of several backends ("cpu:gloo") no default one.
+        plugins, name = dist.Backend._plugins, BACKEND.upper()
+        if name in plugins and plugins[name].creator_fn == self._connect:
+            del plugins[name]
 
     def _along(self, ranks: torch.Tensor, dimension: int) -> Any:
         """Make the groups of the workers that differ in one dimension only; return this worker's."""
@@ -113,7 +137,7 @@ class DefaultGroup:
         mine = None
         for line in ranks.movedim(dimension, -1).reshape(-1, ranks.shape[dimension]).tolist():
             before = self._sockets()
-            timeout = timedelta(seconds=min(self._connect_s, self._collective_s))
+            timeout = timedelta(seconds=self._connect_s)
             group = dist.new_group(line, timeout=timeout, backend=self._backend)
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 self._add(group, before)
@@ -121,14 +145,26 @@ class DefaultGroup:
         assert mine is not None, "each worker is in one line"
         return mine
 
+    def _connect(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+        """Connect the workers of a group; called by torch."""
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+        limit_s = timeout.total_seconds() + SPARE_S
+        try:
+            return interruptible(connect, timeout_s=limit_s, check=self._check)
+        except TimeoutError as error:
+            raise RuntimeError(f"timed out waiting for connections: {error}") from error
+
     def _add(self, group: Any, before: dict[int, str] | None) -> None:
         """Wait until all are connected, then allow as long as collectives may take."""
-        dist.barrier(group=group)
-        distributed_c10d._set_pg_timeout(timedelta(seconds=self._collective_s), group)
         self._groups.append(group)
         self._connections.append(Connections(before))
         if self._is_cut:  # while it was formed
             self.cut()
+        dist.barrier(group=group)
+        distributed_c10d._set_pg_timeout(timedelta(seconds=self._collective_s), group)
 
     def _sockets(self) -> dict[int, str] | None:
-        return open_sockets() if self._backend == "gloo" else None
+        return None if self._over_nccl else open_sockets()

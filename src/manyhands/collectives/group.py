@@ -491,16 +491,7 @@ class TorchGroup(Group):
         number = self._num_splits[key] = self._num_splits.get(key, 0) + 1
         store = dist.PrefixStore(f"split-{'-'.join(map(str, ranks))}-{number}", self._store)
         rank = ranks.index(self.rank)
-        try:
-            gather(
-                *(store, "here", ""),
-                rank=rank,
-                size=len(ranks),
-                timeout_s=self._limits.gather_s,
-                check=self._alive,
-            )
-        except TimeoutError as error:
-            raise RuntimeError(f"timed out waiting: {error}") from error
+        self._gather_at(store, rank=rank, size=len(ranks))
         split = TorchGroup(
             store,
             rank=rank,
@@ -524,23 +515,44 @@ class TorchGroup(Group):
         if self._made_default is None:
             from manyhands.collectives.default_group import DefaultGroup
 
-            self._alive()
+            store = dist.PrefixStore("default", self._store)
+            self._gather_at(store, rank=self.rank, size=self.size)
             made = DefaultGroup(
-                self._store,
+                store,
                 rank=self.rank,
                 size=self.size,
                 backend=self.backend,
                 connect_s=self._limits.connect_s,
                 collective_s=self._limits.collective_s,
+                check=self._alive,
             )
             with self._lock:
                 self._made_default, cut = made, self._cut
-            if cut:  # while it was formed
+            if cut:  # before a cut reached it
                 made.cut()
+            try:
+                made.form()
+            except BaseException:
+                with self._lock:
+                    self._made_default = None
+                raise
         return self._made_default
 
+    def _gather_at(self, store: dist.Store, *, rank: int, size: int) -> None:
+        """Wait until all workers of a group to be are here."""
+        try:
+            gather(
+                *(store, "here", ""),
+                rank=rank,
+                size=size,
+                timeout_s=self._limits.gather_s,
+                check=self._alive,
+            )
+        except TimeoutError as error:
+            raise RuntimeError(f"timed out waiting: {error}") from error
+
     def _alive(self) -> None:
-        """Raise if this worker need not wait any longer for others to join a split."""
+        """Raise if this worker need not wait any longer for others to join a split, or the default group."""
         self._check()
         if self._cut:
             raise GroupCut

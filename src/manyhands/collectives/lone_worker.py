@@ -72,12 +72,15 @@ class LoneWorker(Group):
             from manyhands.collectives.default_group import DefaultGroup
 
             backend = "nccl" if device.startswith("cuda") else "gloo"
-            self._made_default = DefaultGroup(
+            made = DefaultGroup(
                 dist.HashStore(),
                 rank=0,
                 size=1,
                 backend=backend,
                 connect_s=CONNECT_S,
                 collective_s=COLLECTIVE_S,
+                check=lambda: None,
             )
+            made.form()
+            self._made_default = made
         return self._made_default

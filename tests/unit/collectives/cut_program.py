@@ -7,8 +7,9 @@ split of it, and a split of the split:
     trio         1 2 3
     pair           2 3
 
-Rank 0 waits in the first, rank 1 in the second, rank 2 in the third. A thread cuts the group of all, as the
-arrival of a new view does. The worker writes how its wait ended, and how long after the cut.
+Rank 0 waits in the first, rank 1 in the second, rank 2 in the third, or while it makes a mesh of its workers.
+A thread cuts the group of all, as the arrival of a new view does. The worker writes how its wait ended, and
+how long after the cut.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def wait_in(kind: str, group: Group) -> None:
         ],
         "gather": lambda: group.split(range(size)),
         "connect": lambda: group.split(range(size)),
+        "mesh gather": lambda: group.device_mesh([size], ["all"]),
+        "mesh connect": lambda: group.device_mesh([size], ["all"]),
     }
     operations[kind]()
 
@@ -62,10 +65,11 @@ def carry_out(kind: str, store: dist.Store, rank: int) -> dict[str, Any]:
     trio = everyone.split([1, 2, 3]) if rank >= 1 else everyone
     pair = trio.split([1, 2]) if rank >= 2 else trio
     if rank == ABSENT:
-        if kind == "connect":  # it announced itself in each split to be, and came no further
+        if kind in ("connect", "mesh connect"):  # it announced itself in each, and came no further
             for number, group in enumerate((everyone, trio, pair)):
                 ranks = "-".join(map(str, range(group.size)))
-                path = [*["split-1-2-3-1", "split-1-2-1"][:number], f"split-{ranks}-1", "here"]
+                awaited = f"split-{ranks}-1" if kind == "connect" else "default"
+                path = [*["split-1-2-3-1", "split-1-2-1"][:number], awaited, "here"]
                 store.set("/".join([*path, str(group.size - 1)]), "")
         return {"group": everyone}  # kept open until the next case
     moments = {}
@@ -86,6 +90,7 @@ def carry_out(kind: str, store: dist.Store, rank: int) -> dict[str, Any]:
     thread.join()
     everyone.close()
     closed_s = time.monotonic() - ended
+    assert not dist.is_initialized()
     return {
         "error": str(error),
         "lost": error is not None and peer_lost(error),

@@ -18,7 +18,7 @@ AT_ONCE_S = 5.0
 """Instead of the minute that these groups may wait: a loaded machine is slow, too."""
 KINDS = [
     *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send", "recv"),
-    *("barrier", "several", "gather", "connect"),
+    *("barrier", "several", "gather", "connect", "mesh gather", "mesh connect"),
 ]
 
 Workers = list["subprocess.Popen[str]"]
