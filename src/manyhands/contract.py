@@ -104,8 +104,6 @@ class Traits:
     batches in an evaluation. What a worker lacks are samples of weight 0."""
     dedicated_servers: bool = False
     """If true, the options `placement=dedicated, servers=N` add members that only serve."""
-    has_group: bool = True
-    """If true, the workers of a view form a group, in which they wait for each other."""
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,9 @@ def test_a_strategy_that_never_updates_does_not_learn(tmp_path: Path) -> None:
 
 
 def test_a_death_that_never_comes_fails_the_check(tmp_path: Path) -> None:
-    """Workers of ps form no group, so none dies in one."""
-    with pytest.raises(AssertionError, match="worker-1 did not die: exchange"):
-        dies_in_the_exchange(Case("ps:sync", workers=2, in_process=True), tmp_path)
+    """A worker alone exchanges nothing."""
+    with pytest.raises(AssertionError, match="worker-0 did not die: exchange"):
+        dies_in_the_exchange(Case("single", workers=1, in_process=True), tmp_path)
 
 
 @pytest.mark.usefixtures("extra_strategies")

@@ -46,7 +46,6 @@ class ParameterServer(Strategy):
             can_shrink=self.replicas > 0 or self.placement == "dedicated",
             shares_memory=self.transport != "tcp",
             dedicated_servers=True,
-            has_group=False,
         )
 
     @property

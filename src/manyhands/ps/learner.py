@@ -211,6 +211,7 @@ class PsLearner(Learner):
                 server=node.server.rounds if node.server is not None else None,
                 check=self._check,
                 timeout_s=me.timeouts.collective_s,
+                activity=self.train_state.activity,
             )
         else:
             rounds, model = node.mode.rounds, self.train_state.model

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LinkTimeout
+from manyhands.hosts.activity import WAITING, Activity
 from manyhands.ps.mode import PsMode
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, Decision
@@ -346,6 +347,7 @@ class RoundWorker:
         server: RoundServer | None,
         check: Callable[[], None],
         timeout_s: float,
+        activity: Activity | None = None,
     ) -> None:
         """Create the worker side. `server` is the server of this process, if any. `check` raises if the view
         is over, so that waiting is pointless."""
@@ -355,6 +357,7 @@ class RoundWorker:
         self._server = server
         self._check = check
         self._timeout_s = timeout_s
+        self._activity = activity or Activity()
         self._me = table.workers.index(worker)
 
     @property
@@ -389,6 +392,10 @@ class RoundWorker:
 
     def finish(self) -> None:
         """Do this process's part of the round, and wait until all servers have applied it."""
+        with self._activity.during(WAITING):
+            self._finish()
+
+    def _finish(self) -> None:
         table, began = self._table, time.monotonic()
         while not table.reached(table.applied, self.seq):
             done = self._server is None or self._server.carry(self.seq)

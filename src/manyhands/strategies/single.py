@@ -23,7 +23,7 @@ class Single(Strategy):
 
     @property
     def traits(self) -> Traits:
-        return Traits(default_workers=1, has_group=False)
+        return Traits(default_workers=1)
 
     @property
     def unsupported(self) -> tuple[Unsupported, ...]:

@@ -414,7 +414,7 @@ def dies_after_its_backward(case: Case, folder: Path) -> None:
 
 
 def dies_in_the_exchange(case: Case, folder: Path) -> None:
-    """The last worker dies when it has given its gradients to a group and waits for those of the others."""
+    """The last worker dies when it has given its gradients away, to a group or to servers, and waits."""
     _dies(case, folder, case.workers - 1, EXCHANGE)
 
 
@@ -554,8 +554,6 @@ def checks_for(case: Case) -> list[Check]:
         left_out.add(evaluates_without_a_trace)
     if not traits.elastic:
         left_out.add(workers_join_and_leave)
-    if not traits.has_group:
-        left_out.add(dies_in_the_exchange)
     if case.workers == 1:
         left_out |= {workers_join_and_leave, dies_in_the_exchange, first_worker_dies}
     return [check for check in IN_PROCESS if check not in left_out]

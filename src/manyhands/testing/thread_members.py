@@ -30,7 +30,7 @@ import torch
 from manyhands.collectives.group import Group
 from manyhands.collectives.reachability import check_view
 from manyhands.control.messages import TO_MEMBER, Assignment
-from manyhands.hosts.activity import COMPUTING, EVALUATING, LOADING, Activity
+from manyhands.hosts.activity import COMPUTING, EVALUATING, LOADING, WAITING, Activity
 from manyhands.hosts.invitation import Invitation
 from manyhands.hosts.launchers.base import Handle, Launcher, LauncherContext, StartRequest
 from manyhands.hosts.me import Me
@@ -47,7 +47,7 @@ from manyhands.worker.server import ServerProgram
 BEGIN, COMPUTE, EXCHANGE = "begin", "compute", "exchange"
 MOMENTS = (BEGIN, COMPUTE, EXCHANGE)
 """When in a step a worker can be made to die: before its forward, after its backward, when it next waits for
-the others in a group."""
+the others in a group, or for servers that have its gradients."""
 SLOW_S = 0.05
 """Time that each step takes in a run that a test is about to interfere with."""
 END_S = 20.0
@@ -138,13 +138,18 @@ class ThreadActivity(Activity):
     """The activity of a member that is a thread: it computes and loads only with the baton."""
 
     def __init__(self, baton: Baton, on_moment: Callable[[str, int], None]) -> None:
-        """`on_moment`: called at BEGIN and COMPUTE of a step, with its number."""
+        """`on_moment`: called at BEGIN and COMPUTE of a step, and at EXCHANGE with servers, with its
+        number."""
         super().__init__()
         self._baton = baton
         self._on_moment = on_moment
+        self._computed = 0
+        """The last step whose gradients are complete."""
 
     @contextmanager
     def during(self, doing: str) -> Iterator[None]:
+        if doing == WAITING and self.step and self._computed:
+            self._on_moment(EXCHANGE, self._computed)
         if doing not in (COMPUTING, EVALUATING, LOADING):
             with super().during(doing):
                 yield
@@ -153,6 +158,7 @@ class ThreadActivity(Activity):
             yield
         if doing == COMPUTING and self.step:
             self._on_moment(COMPUTE, self.step)
+            self._computed = self.step
 
     @contextmanager
     def in_step(self, step: int) -> Iterator[None]:

@@ -229,7 +229,6 @@ class Worker:
         for name in self._received_states.restore():
             self.reporter.notice(f"got the state of {name}, which has left")
         joined = self.learner.on_view(view)
-        assert joined.group is None or self._traits.has_group, "the traits say that it has no group"
         if joined.rescued is not None:
             joined.rescued.logged = self.train_state.measures.take()
             self.reporter.add(joined.rescued)
