@@ -20,7 +20,6 @@ import random
 import signal
 import sys
 import tempfile
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from typing import Any
 
 from against import ROOT, THIS
 from ps import describe_machine
-from recovery import PAUSE_S, STEPS_BETWEEN, Kill, kill_one, step_s
+from recovery import Kill, kill_one
 from recovery_trainings import Ours, Stuck
 
 EXTRA = ROOT / "tests" / "strategies" / "extra"
@@ -85,17 +84,9 @@ def measure(repeat: int, given: argparse.Namespace) -> list[Hit]:
         training = Ours(STRATEGY, folder, workers=WORKERS, threads=1, tree=THIS)
         try:
             for number in range(given.kills):
-                whole = len(training.records)
-                enough = training.num_steps + STEPS_BETWEEN
-                training.wait(lambda n=enough: training.num_steps >= n, "steps")
-                time.sleep(rng.uniform(0.0, PAUSE_S))
-                training.look()
-                pids = training.pids()
-                kill = kill_one(training, STRATEGY, repeat, rng, step_s=step_s(training, whole))
-                if kill is None:
-                    print("the clock was set; this one does not count", flush=True)
+                if (kill := kill_one(training, STRATEGY, repeat, rng)) is None:
                     continue
-                where = (folder / str(pids[kill.victim])).read_text().split()
+                where = (folder / str(kill.pid)).read_text().split()
                 parts = [r for r in training.records if r["event"] == "Recovered"][-1]
                 hit = Hit(where[-1], kill, {part: parts[part] for part in PARTS})
                 hits.append(hit)

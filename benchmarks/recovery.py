@@ -68,6 +68,7 @@ class Kill:
     contender: str
     repeat: int
     victim: str
+    pid: int
     step_s: float
     """Of an undisturbed step, since all were there after the last kill, or since the beginning."""
     seconds: dict[str, float]
@@ -127,14 +128,7 @@ def suffer(
         training = start(name, tree, Path(folder), given)
         try:
             for _ in range(given.kills):
-                whole = len(training.records)
-                enough = training.num_steps + STEPS_BETWEEN
-                training.wait(lambda n=enough: training.num_steps >= n, "steps")
-                time.sleep(rng.uniform(0.0, PAUSE_S))
-                training.look()
-                kill = kill_one(training, contender, repeat, rng, step_s=step_s(training, whole))
-                if kill is None:
-                    print(f"{contender}: the clock was set; this one does not count", flush=True)
+                if (kill := kill_one(training, contender, repeat, rng)) is None:
                     continue
                 kills.append(kill)
                 told = ", ".join(f"{key} {kill.seconds[key]:.2f} s" for key in ("new", "whole"))
@@ -151,9 +145,14 @@ def start(name: str, tree: Tree, folder: Path, given: argparse.Namespace) -> Tra
     return Ours(name, folder, workers=given.workers, threads=threads(given), tree=tree)
 
 
-def kill_one(
-    training: Training, contender: str, repeat: int, rng: random.Random, *, step_s: float
-) -> Kill | None:
+def kill_one(training: Training, contender: str, repeat: int, rng: random.Random) -> Kill | None:
+    """Kill a worker some steps from now; return what came of it, unless the clock was set meanwhile."""
+    whole = len(training.records)
+    enough = training.num_steps + STEPS_BETWEEN
+    training.wait(lambda: training.num_steps >= enough, "steps")
+    time.sleep(rng.uniform(0.0, PAUSE_S))
+    training.look()
+    undisturbed_s = step_s(training, whole)
     victim, pid = rng.choice(sorted(training.pids().items()))
     since = len(training.records)
     offset, killed = time.time() - time.monotonic(), time.time()
@@ -164,9 +163,10 @@ def kill_one(
     moments = training.after_kill(victim, since)
     assert moments is not None
     if abs(time.time() - time.monotonic() - offset) > CLOCK_SET_S:
+        print(f"{contender}: the clock was set; this one does not count", flush=True)
         return None
     seconds = {key: at - killed for key, at in moments.items()}
-    return Kill(contender, repeat, victim, step_s, seconds)
+    return Kill(contender, repeat, victim, pid, undisturbed_s, seconds)
 
 
 def step_s(training: Training, since: int) -> float:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
+from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.metric_monitor import read_monitor
 from manyhands.coordinator.plan import (
     Checkpoint,
@@ -21,6 +24,26 @@ from manyhands.coordinator.plan import (
     TrainSteps,
 )
 from manyhands.runs.files import jsonable
+
+scalings = st.builds(
+    Scaling,
+    rule=st.sampled_from(["linear", "sqrt"]),
+    reference=st.integers(1, 4),
+    warmup=st.integers(0, 6),
+)
+
+
+def plan_configs(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[PlanConfig]:
+    """Return any small plans, with these fields besides, or instead."""
+    usual = {
+        "num_samples": st.integers(1, 40),
+        "batch_size": st.integers(1, 15),
+        "epochs": st.integers(1, 3),
+        "eval_every": st.integers(1, 3),
+        "has_eval": st.booleans(),
+        "checkpoint_every": st.integers(0, 5),
+    }
+    return st.builds(PlanConfig, **{**usual, **fields})
 
 
 @dataclass

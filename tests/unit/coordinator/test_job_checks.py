@@ -6,35 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from job_facts import facts
 
-from manyhands.control.messages import BuiltFacts, JobFields, WorkerFacts
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.job_checks import check_job, monitor_note, plan_config_of
 from manyhands.coordinator.options import RunOptions
 from manyhands.coordinator.plateau import Plateau
 from manyhands.errors import JobError, UsageError
 from manyhands.strategies.allreduce import AllReduce
-from manyhands.transport.fields import read
 
 OPTIONS = RunOptions("job.py", "allreduce", 2, AllReduce())
-
-
-def facts(*, metrics: tuple[str, ...] = ("loss", "accuracy"), **fields: Any) -> WorkerFacts:
-    given = {"batch_size": 8, "epochs": 2, "eval_every": 1, "monitor": "loss", "patience": None}
-    all_fields = {**given, **fields}
-    return WorkerFacts(
-        job="Regression",
-        fields=read(JobFields, all_fields),
-        all_fields=all_fields,
-        device="cpu",
-        torch="2",
-        parameters=7,
-        train_samples=100,
-        eval_samples=10 if metrics else 0,
-        unit=("samples", 1.0),
-        tables={},
-        built=BuiltFacts(list(metrics)),
-    )
 
 
 def test_a_batch_that_follows_the_workers_has_to_fit_the_data() -> None:

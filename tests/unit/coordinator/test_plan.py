@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_driver import assert_once_an_epoch, drive, finish, through_json
+from plan_driver import assert_once_an_epoch, drive, finish, plan_configs, through_json
 
 from manyhands.coordinator.plan import (
     Checkpoint,
@@ -31,19 +31,11 @@ def due(plan_config: PlanConfig) -> list[int]:
     ]
 
 
-plan_configs = st.builds(
-    PlanConfig,
-    num_samples=st.integers(1, 40),
-    batch_size=st.integers(1, 15),
-    epochs=st.integers(1, 4),
-    eval_every=st.integers(1, 3),
-    has_eval=st.booleans(),
-    checkpoint_every=st.integers(0, 5),
-)
+PLANS = plan_configs(epochs=st.integers(1, 4))
 
 
 @settings(max_examples=150)
-@given(plan_config=plan_configs, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+@given(plan_config=PLANS, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
 def test_a_whole_plan(plan_config: PlanConfig, seed: int, max_lease: int) -> None:
     training_plan = TrainingPlan(plan_config)
     life = drive(training_plan, chance=random.Random(seed), max_lease=max_lease)
@@ -66,7 +58,7 @@ def test_a_whole_plan(plan_config: PlanConfig, seed: int, max_lease: int) -> Non
 
 @settings(max_examples=250)
 @given(
-    plan_config=plan_configs,
+    plan_config=PLANS,
     seed=st.integers(0, 2**32),
     moment=st.integers(0, 120),
     kill=st.booleans(),
@@ -103,7 +95,7 @@ def test_an_interrupted_plan_resumes(
         assert second.checkpoints[-1].step == plans[-1].step
 
 
-@given(plan_config=plan_configs, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
+@given(plan_config=PLANS, seed=st.integers(0, 2**32), moment=st.integers(0, 60))
 def test_the_state_survives_json(plan_config: PlanConfig, seed: int, moment: int) -> None:
     training_plan = TrainingPlan(plan_config)
     drive(training_plan, chance=random.Random(seed), cut_after=moment)
@@ -180,7 +172,7 @@ def test_a_step_is_committed_once() -> None:
 
 
 @settings(max_examples=100)
-@given(plan_config=plan_configs, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
+@given(plan_config=PLANS, seed=st.integers(0, 2**32), max_lease=st.integers(1, 6))
 def test_a_whole_plan_committed_in_any_order(
     plan_config: PlanConfig, seed: int, max_lease: int
 ) -> None:
@@ -195,7 +187,7 @@ def test_a_whole_plan_committed_in_any_order(
 
 @settings(max_examples=250)
 @given(
-    plan_config=plan_configs,
+    plan_config=PLANS,
     seed=st.integers(0, 2**32),
     max_lease=st.integers(1, 6),
     moments=st.lists(st.integers(0, 120), max_size=6),

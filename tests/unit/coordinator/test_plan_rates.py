@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_driver import assert_once_an_epoch, drive, through_json
+from plan_driver import assert_once_an_epoch, drive, plan_configs, scalings, through_json
 
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.plan import (
@@ -21,20 +21,8 @@ from manyhands.coordinator.plan import (
 )
 from manyhands.coordinator.plateau import Plateau
 
-scalings = st.builds(
-    Scaling,
-    rule=st.sampled_from(["linear", "sqrt"]),
-    reference=st.integers(1, 4),
-    warmup=st.integers(0, 6),
-)
-plan_configs = st.builds(
-    PlanConfig,
-    num_samples=st.integers(1, 60),
-    batch_size=st.integers(1, 12),
-    epochs=st.integers(1, 3),
-    has_eval=st.booleans(),
-    checkpoint_every=st.integers(0, 5),
-    scaling=scalings,
+PLANS = plan_configs(
+    num_samples=st.integers(1, 60), batch_size=st.integers(1, 12), scaling=scalings
 )
 moments = st.dictionaries(st.integers(0, 80), st.integers(1, 6), max_size=5)
 
@@ -59,7 +47,7 @@ def assert_scheduled(plans: list[StepPlan], plan_config: PlanConfig) -> None:
 
 @settings(max_examples=200)
 @given(
-    plan_config=plan_configs,
+    plan_config=PLANS,
     worlds=moments,
     seed=st.integers(0, 2**32),
     max_lease=st.integers(1, 6),
@@ -81,7 +69,7 @@ def test_any_sequence_of_numbers_of_workers(
 
 @settings(max_examples=200)
 @given(
-    plan_config=plan_configs,
+    plan_config=PLANS,
     worlds=moments,
     later=moments,
     seed=st.integers(0, 2**32),
@@ -111,7 +99,7 @@ def test_an_interruption_changes_nothing_of_it(
 
 @settings(max_examples=100)
 @given(
-    plan_config=plan_configs,
+    plan_config=PLANS,
     seed=st.integers(0, 2**32),
     back=st.lists(st.integers(0, 80), max_size=4),
 )

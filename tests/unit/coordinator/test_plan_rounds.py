@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_driver import Life, drive, due, through_json
+from plan_driver import Life, drive, due, plan_configs, through_json
 
 from manyhands.coordinator.plan import (
     Checkpoint,
@@ -19,16 +19,11 @@ from manyhands.coordinator.plan import (
 )
 from manyhands.coordinator.plateau import Plateau
 
-plan_configs = st.builds(
-    PlanConfig,
+PLANS = plan_configs(
     num_samples=st.integers(1, 60),
     batch_size=st.integers(1, 9),
-    epochs=st.integers(1, 3),
     steps=st.none() | st.integers(1, 40),
-    eval_every=st.integers(1, 3),
     eval_steps=st.integers(0, 7),
-    has_eval=st.booleans(),
-    checkpoint_every=st.integers(0, 5),
     round_steps=st.integers(1, 9),
 )
 
@@ -47,7 +42,7 @@ def round_ends(config: PlanConfig, *lives: Life) -> set[int]:
 
 @settings(max_examples=250)
 @given(
-    config=plan_configs,
+    config=PLANS,
     seed=st.integers(0, 2**32),
     moment=st.integers(0, 120),
     every=st.integers(0, 5),
@@ -70,7 +65,7 @@ def test_neither_stops_nor_checkpoints_move_the_end_of_a_round(
 
 
 @settings(max_examples=100)
-@given(config=plan_configs, seed=st.integers(0, 2**32))
+@given(config=PLANS, seed=st.integers(0, 2**32))
 def test_rounds_change_neither_samples_nor_the_schedule(config: PlanConfig, seed: int) -> None:
     plain = replace(config, round_steps=None)
     whole, rounds = (

@@ -9,9 +9,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_driver import Life, drive, due, through_json
+from plan_driver import Life, drive, due, plan_configs, scalings, through_json
 
-from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.plan import (
     Checkpoint,
     Evaluate,
@@ -22,31 +21,13 @@ from manyhands.coordinator.plan import (
     TrainSteps,
 )
 
-plan_configs = st.builds(
-    PlanConfig,
-    num_samples=st.integers(1, 40),
-    batch_size=st.integers(1, 15),
-    epochs=st.integers(1, 3),
-    steps=st.none() | st.integers(1, 40),
-    eval_every=st.integers(1, 3),
-    eval_steps=st.integers(0, 7),
-    has_eval=st.booleans(),
-    checkpoint_every=st.integers(0, 5),
-)
-scaled_configs = st.builds(
-    PlanConfig,
+PLANS = plan_configs(steps=st.none() | st.integers(1, 40), eval_steps=st.integers(0, 7))
+SCALED_PLANS = plan_configs(
     num_samples=st.integers(1, 60),
     batch_size=st.integers(1, 12),
     steps=st.integers(1, 30),
     eval_steps=st.integers(0, 7),
-    has_eval=st.booleans(),
-    checkpoint_every=st.integers(0, 5),
-    scaling=st.builds(
-        Scaling,
-        rule=st.sampled_from(["linear", "sqrt"]),
-        reference=st.integers(1, 4),
-        warmup=st.integers(0, 6),
-    ),
+    scaling=scalings,
 )
 
 
@@ -67,7 +48,7 @@ def evaluated(life: Life) -> list[int]:
 
 @settings(max_examples=200)
 @given(
-    config=plan_configs,
+    config=PLANS,
     seed=st.integers(0, 2**32),
     max_lease=st.integers(1, 6),
     in_order=st.booleans(),
@@ -88,9 +69,7 @@ def test_a_whole_plan(config: PlanConfig, seed: int, max_lease: int, in_order: b
 
 
 @settings(max_examples=200)
-@given(
-    config=plan_configs, seed=st.integers(0, 2**32), moment=st.integers(0, 120), kill=st.booleans()
-)
+@given(config=PLANS, seed=st.integers(0, 2**32), moment=st.integers(0, 120), kill=st.booleans())
 def test_an_interruption_changes_nothing(
     config: PlanConfig, seed: int, moment: int, kill: bool
 ) -> None:
@@ -114,7 +93,7 @@ def test_an_interruption_changes_nothing(
 
 @settings(max_examples=200)
 @given(
-    config=plan_configs,
+    config=PLANS,
     seed=st.integers(0, 2**32),
     moments=st.lists(st.integers(0, 120), max_size=6),
 )
@@ -129,7 +108,7 @@ def test_what_is_taken_back_comes_again(config: PlanConfig, seed: int, moments: 
 
 @settings(max_examples=200)
 @given(
-    config=scaled_configs,
+    config=SCALED_PLANS,
     worlds=st.dictionaries(st.integers(0, 80), st.integers(1, 6), max_size=5),
     seed=st.integers(0, 2**32),
     moment=st.none() | st.integers(0, 80),
@@ -150,7 +129,7 @@ def test_steps_are_those_of_the_reference_if_the_batch_follows_the_workers(
     assert training_plan.num_steps == len(plans)
 
 
-@given(config=plan_configs, more=st.integers(1, 20), seed=st.integers(0, 2**32))
+@given(config=PLANS, more=st.integers(1, 20), seed=st.integers(0, 2**32))
 def test_more_steps_continue_from_the_end(config: PlanConfig, more: int, seed: int) -> None:
     config = replace(config, steps=config.num_steps)
     life = drive(TrainingPlan(config), chance=random.Random(seed))
@@ -166,7 +145,7 @@ def test_more_steps_continue_from_the_end(config: PlanConfig, more: int, seed: i
 
 @settings(max_examples=200)
 @given(
-    config=plan_configs,
+    config=PLANS,
     seed=st.integers(0, 2**32),
     max_steps=st.integers(1, 12),
     moments=st.lists(st.integers(0, 120), max_size=4),

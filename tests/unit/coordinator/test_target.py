@@ -8,35 +8,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from job_facts import facts
 
-from manyhands.control.messages import BuiltFacts, JobFields, WorkerFacts
 from manyhands.coordinator.job_checks import check_job
 from manyhands.coordinator.metric_monitor import LOSS, Monitor
 from manyhands.coordinator.target import Target, TargetWatch, target_of, target_text
 from manyhands.coordinator.training_clock import TrainingTimes
 from manyhands.errors import JobError, UsageError
 from manyhands.events.events import Evaluated
-from manyhands.transport.fields import read
 
 ACCURACY = Monitor("accuracy", lower=False)
-
-
-def facts(*metrics: str, **fields: Any) -> WorkerFacts:
-    given = {"batch_size": 8, "epochs": 2, "eval_every": 1, "monitor": "loss", "patience": None}
-    all_fields = {**given, **fields}
-    return WorkerFacts(
-        job="Regression",
-        fields=read(JobFields, all_fields),
-        all_fields=all_fields,
-        device="cpu",
-        torch="2",
-        parameters=7,
-        train_samples=100,
-        eval_samples=10 if metrics else 0,
-        unit=("samples", 1.0),
-        tables={},
-        built=BuiltFacts(list(metrics)),
-    )
 
 
 def evaluated(step: int, **metrics: float) -> Evaluated:
@@ -102,7 +83,7 @@ def test_all_members_that_start_again_know_what_was_reached() -> None:
 
 
 def test_a_resumed_run_refuses_a_target_that_it_has_reached() -> None:
-    told = facts("loss", "accuracy")
+    told = facts()
     watch = TargetWatch()
     for step, accuracy in ((10, 0.8), (20, 0.95), (30, math.nan), (40, 0.9)):
         watch.add(evaluated(step, accuracy=accuracy), samples=0, times=None)
@@ -127,7 +108,10 @@ def test_an_older_run_knows_its_best_and_its_last_evaluation() -> None:
 
 
 def test_the_direction_is_that_of_the_monitor_or_of_the_name() -> None:
-    told, monitor = facts("loss", "worst", monitor="max worst"), Monitor("worst", lower=False)
+    told, monitor = (
+        facts(metrics=("loss", "worst"), monitor="max worst"),
+        Monitor("worst", lower=False),
+    )
     assert target_of("worst=3", told, monitor=monitor).metric == monitor
     assert target_of("min worst=3", told, monitor=monitor).metric == Monitor("worst", lower=True)
     with pytest.raises(JobError) as caught:
@@ -140,12 +124,12 @@ def test_the_direction_is_that_of_the_monitor_or_of_the_name() -> None:
 
 def test_a_target_needs_a_metric_that_is_evaluated() -> None:
     with pytest.raises(UsageError) as caught:
-        check_job(facts("loss", "accuracy"), workers=1, target="acuracy=0.97")
+        check_job(facts(), workers=1, target="acuracy=0.97")
     assert str(caught.value) == (
         "--target acuracy=0.97: the evaluation gives loss, accuracy; did you mean 'accuracy'? Type  "
         "--target accuracy=NUMBER  or return 'acuracy' from metrics()."
     )
     with pytest.raises(UsageError, match=r"eval_data\(\) returns no data.*leave --target out"):
-        check_job(facts(), workers=1, target="accuracy=0.97")
-    unknown = replace(facts("loss"), built=None)
+        check_job(facts(metrics=()), workers=1, target="accuracy=0.97")
+    unknown = replace(facts(metrics=("loss",)), built=None)
     check_job(unknown, workers=1, target="accuracy=0.97")  # checked again when they are known
