@@ -30,7 +30,7 @@ A strategy never starts processes (hosts/) and never lays out bytes (transport/)
 1. Write `strategies/NAME.py` with the config and the learner.
 2. Add the config to `STRATEGIES` in `strategies/registry.py`; delete its name from `PLANNED`, if listed.
 3. Add a case to `CASES` in `tests/strategies/test_conformance.py`.
-4. Write a page in `docs/strategies/`. Its README has a complete example.
+4. Write a page in `docs/strategies/`. Its README explains an example.
 """
 
 from __future__ import annotations
