@@ -163,7 +163,10 @@ class DefaultGroup:
         self._connections.append(Connections(before))
         if self._is_cut:  # while it was formed
             self.cut()
-        dist.barrier(group=group)
+        # NCCL would use the current GPU anyway, and warn.
+        dist.barrier(
+            group=group, device_ids=[torch.cuda.current_device()] if self._over_nccl else None
+        )
         distributed_c10d._set_pg_timeout(timedelta(seconds=self._collective_s), group)
 
     def _sockets(self) -> dict[int, str] | None:
