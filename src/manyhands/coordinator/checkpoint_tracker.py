@@ -38,6 +38,9 @@ class ExpectedCheckpoint:
     """Writers that have copied the state: they can write it even if the state changes now."""
     reports: dict[str, Saved] = field(default_factory=dict)
     """Reports of the writers that are done."""
+    leftovers: set[str] = field(default_factory=set)
+    """Writers that were done when it was ordered in an earlier view: their files are there, and they have
+    reported them."""
     stats: Mapping[str, Any] = field(default_factory=dict)
     """State of the statistics when the last writer had copied its own."""
 
@@ -102,9 +105,11 @@ class CheckpointTracker:
 
     def expect(self, order: Checkpoint, *, view: int, workers: Sequence[str]) -> None:
         writers = workers if self._holds_state else workers[:1]
+        expected = ExpectedCheckpoint(order, view, writers, len(workers))
         if (before := self._expected.get(order.step)) is not None:  # ordered again, in another view
             self._remove(order.step, *(n for n in before.writers if n not in writers))
-        self._expected[order.step] = ExpectedCheckpoint(order, view, writers, len(workers))
+            expected.leftovers |= before.leftovers | before.reports.keys()
+        self._expected[order.step] = expected
         self._lost.discard(order.step)
 
     def started(self, member: str, report: Saving) -> None:
@@ -120,7 +125,8 @@ class CheckpointTracker:
             self._remove(report.step, member)
         elif expected.view == report.view:
             expected.reports[member] = report
-        # Else it was void, and is written again, to the same folder.
+        else:  # it was void, and is written again, to the same folder
+            expected.leftovers.add(member)
 
     def void_from(self, first: int) -> list[int]:
         """Forget the checkpoints of this step and of later ones: they have samples that were lost. Returns
@@ -141,9 +147,9 @@ class CheckpointTracker:
         ]
         for step in void:
             expected = self._expected.pop(step)
-            # Of the others, each still reports, or has written nothing.
+            # Of the others, each still reports, or has written nothing in this view.
             over = [n for n in expected.writers if n in expected.reports or n not in members]
-            self._remove(step, *over)
+            self._remove(step, *over, *(expected.leftovers - expected.copied))
             self._void_writers |= {(step, n) for n in expected.writers if n not in over}
         for step, name in [each for each in self._void_writers if each[1] not in members]:
             self._void_writers.discard((step, name))

@@ -101,6 +101,13 @@ def test_so_do_rounds_that_lose_what_a_dead_worker_had_done(
     play(plan_config, config, workers, random.Random(seed), deaths, arrivals, stop_at)
 
 
+def test_nothing_is_left_of_a_checkpoint_that_was_ordered_twice() -> None:
+    """A worker has written it in one view, and has not begun in the next when another dies."""
+    plan_config = PlanConfig(num_samples=2, batch_size=1, epochs=2, eval_steps=3, has_eval=True)
+    config = Rounds(round_steps=3, holds_state=True)
+    play(plan_config, config, 4, random.Random(1155183), 2, 2, None)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     plan_config=st.builds(
