@@ -1,8 +1,9 @@
 """Compare this tree with another commit: `--against COMMIT`, for every benchmark.
 
-The commit is checked out into a temporary git worktree. In every repeat, each of our contenders runs twice,
-once from this tree and once from the other, in alternating order, so that other load on the machine affects
-both. The result is the median of the ratios within the repeats, with its spread.
+The commit is checked out into a temporary git worktree; where git is missing, give a folder that has it.
+In every repeat, each of our contenders runs twice, once from this tree and once from the other, in
+alternating order, so that other load on the machine affects both. The result is the median of the ratios
+within the repeats, with its spread.
 
 The benchmark itself always runs from this tree; `manyhands train` and its job file come from the tree that
 is measured. So both trees must know the same flags, and the job files must have the same fields.
@@ -55,7 +56,8 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="COMMIT",
-        help=f"run everything of ours from that commit, too, and compare (default: {PAIRS} repeats)",
+        help=f"run everything of ours from that commit, or from a folder that has it, too, and compare "
+        f"(default: {PAIRS} repeats)",
     )
 
 
@@ -65,17 +67,26 @@ def trees(commit: str | None) -> Iterator[list[Tree]]:
     if not commit:
         yield [THIS]
         return
+    if (given := Path(commit)).is_dir():
+        _compile(ROOT, given)
+        yield [THIS, Tree(given.resolve(), given.name)]
+        return
     with tempfile.TemporaryDirectory(prefix="against-") as folder:
         root = Path(folder) / "tree"
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(root), commit], check=True)
         try:
-            # Otherwise the first run would pay for it, or all runs if Python may not write bytecode.
-            sources = [str(tree / "src") for tree in (ROOT, root)]
-            subprocess.run([sys.executable, "-m", "compileall", "-q", *sources], check=True)
+            _compile(ROOT, root)
             yield [THIS, Tree(root, commit)]
         finally:
             subprocess.run([*git, "remove", "--force", str(root)], check=True)
+
+
+def _compile(*roots: Path) -> None:
+    """Write the bytecode of all trees: otherwise the first run would pay for it, or all runs if Python may
+    not write any."""
+    sources = [str(root / "src") for root in roots]
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *sources], check=True)
 
 
 def in_turn(contenders: Sequence, repeat: int) -> list:
