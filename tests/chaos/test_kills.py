@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -59,10 +60,12 @@ def test_a_member_killed_while_it_starts_is_named(tmp_path: Path) -> None:
     assert harness.gone(list(pids.values()))
 
 
-def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Path) -> None:
+def test_all_begin_again_from_the_beginning_where_nothing_was_saved(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
     arguments = harness.train_arguments("Regression", run, strategy="single", **SLOW)
-    with harness.command(*arguments, run=run) as running:
+    with members.command(*arguments, run=run) as running:
         running.wait_for_step(2)
         running.kill("worker-0")
         done = running.wait()
@@ -74,11 +77,13 @@ def test_all_begin_again_from_the_beginning_where_nothing_was_saved(tmp_path: Pa
     assert_once_an_epoch(done)
 
 
-def test_a_resumed_run_that_starts_again_keeps_its_checkpoints(tmp_path: Path) -> None:
+def test_a_resumed_run_that_starts_again_keeps_its_checkpoints(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    assert harness.train("Regression", run, strategy="single", epochs=1).code == 0
+    assert members.train("Regression", run, strategy="single", epochs=1).code == 0
     more = ("--set", "epochs=4", "--set", "pause_s=0.05", "--schedule", "stretch")
-    with harness.command("resume", str(run), *more, run=run) as running:
+    with members.command("resume", str(run), *more, run=run) as running:
         running.wait_for(
             lambda events: len([e for e in events if e["event"] == "CheckpointSaved"]) > 1
         )
@@ -286,15 +291,15 @@ def test_a_stop_saves_and_resumes_on_another_number_of_workers(
     assert resumed.losses == pytest.approx(reference.losses, rel=1e-5)
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_kept(members: ModuleType, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    whole = harness.train("Regression", run, "--keep", "10")
+    whole = members.train("Regression", run, "--keep", "10")
     assert whole.code == 0
     expected = whole.state()
     newest = checkpoints.final(run, checkpoints.steps(run)[-1])
     data = newest / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-100])
-    resumed = harness.resume(run, "--set", "epochs=3")
+    resumed = members.resume(run, "--set", "epochs=3")
     assert resumed.code == 0, resumed.err
     assert f"{data} has" in resumed.out
     assert "was skipped" in resumed.out
@@ -303,13 +308,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_kept(tmp_path: Path) -> None:
     assert_once_an_epoch(resumed)
 
 
-def test_when_no_checkpoint_is_sound_nothing_is_touched(tmp_path: Path) -> None:
+def test_when_no_checkpoint_is_sound_nothing_is_touched(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    assert harness.train("Regression", run).code == 0
+    assert members.train("Regression", run).code == 0
     for step in checkpoints.steps(run):
         (checkpoints.final(run, step) / "manifest.json").write_text("{")
     before = sorted(os.listdir(run / "checkpoints"))
-    resumed = harness.resume(run, "--set", "epochs=4")
+    resumed = members.resume(run, "--set", "epochs=4")
     assert resumed.code == 1
     assert "No checkpoint of this run is intact" in resumed.err
     assert sorted(os.listdir(run / "checkpoints")) == before

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,10 +19,8 @@ from manyhands.testing import harness
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def fails(
-    tmp_path: Path, *arguments: str, code: int = 2, environ: dict[str, str] | None = None
-) -> str:
-    with harness.command(*arguments, run=tmp_path / "run", environ=environ) as running:
+def fails(members: ModuleType, tmp_path: Path, *arguments: str, code: int = 2) -> str:
+    with members.command(*arguments, run=tmp_path / "run") as running:
         done = running.wait()
     assert done.code == code, f"{done.out}\n{done.err}"
     assert "Traceback" not in done.err
@@ -92,8 +91,10 @@ def fails(
         (["resume", "no-such-run"], "There is no run no-such-run"),
     ],
 )
-def test_mistakes_on_the_command_line(tmp_path: Path, arguments: list[str], wanted: str) -> None:
-    assert wanted in fails(tmp_path, *arguments)
+def test_mistakes_on_the_command_line(
+    members: ModuleType, tmp_path: Path, arguments: list[str], wanted: str
+) -> None:
+    assert wanted in fails(members, tmp_path, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -109,30 +110,34 @@ def test_mistakes_on_the_command_line(tmp_path: Path, arguments: list[str], want
 )
 def test_mistakes_that_only_the_job_shows(tmp_path: Path, flags: list[str], wanted: str) -> None:
     run = tmp_path / "run"
-    error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", str(run), *flags)
+    error = fails(
+        harness, tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", str(run), *flags
+    )
     assert wanted in error
     assert not run.exists(), "nothing was trained, so nothing should be left"
 
 
-def test_a_monitor_that_is_not_evaluated_is_named(tmp_path: Path) -> None:
-    done = harness.train("Regression", tmp_path / "run", monitor="acuracy")
+def test_a_monitor_that_is_not_evaluated_is_named(members: ModuleType, tmp_path: Path) -> None:
+    done = members.train("Regression", tmp_path / "run", monitor="acuracy")
     assert done.code == 2
     assert "monitor is 'acuracy', and the evaluation gives loss, worst" in done.err
 
 
-def test_an_unwritable_run_folder_is_reported(tmp_path: Path) -> None:
+def test_an_unwritable_run_folder_is_reported(members: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     where = str(tmp_path / "file" / "run")
-    error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
+    error = fails(members, tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
     assert "can't be created" in error
     assert "--run-dir" in error
 
 
-def test_a_run_folder_with_something_in_it_is_not_touched(tmp_path: Path) -> None:
+def test_a_run_folder_with_something_in_it_is_not_touched(
+    members: ModuleType, tmp_path: Path
+) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("precious")
     where = str(tmp_path / "run")
-    error = fails(tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
+    error = fails(members, tmp_path, "train", str(EXAMPLES / "digits.py"), "--run-dir", where)
     assert "is not empty" in error
     assert os.listdir(tmp_path / "run") == ["thesis.txt"]
 
@@ -141,6 +146,7 @@ def test_a_taken_port_is_reported(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         error = fails(
+            harness,
             tmp_path,
             *("train", str(EXAMPLES / "digits.py"), "--control", address),
             *("--run-dir", str(tmp_path / "run")),
@@ -149,17 +155,19 @@ def test_a_taken_port_is_reported(tmp_path: Path) -> None:
     assert "--control tcp" in error
 
 
-def test_a_truncated_data_file_is_named(tmp_path: Path) -> None:
+def test_a_truncated_data_file_is_named(
+    members: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"]
     names += ["t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"]
+    monkeypatch.setenv("MANYHANDS_DATA", str(tmp_path))
     for name in names:
         (tmp_path / name).write_bytes(b"\0\0\x08\x03\0\0\xea\x60")
     done = fails(
+        members,
         tmp_path,
         *("train", str(EXAMPLES / "mnist.py"), "--strategy", "single"),
         *("--run-dir", str(tmp_path / "run")),
-        code=2,
-        environ={"MANYHANDS_DATA": str(tmp_path)},
     )
     assert "train-images-idx3-ubyte" in done
     assert not (tmp_path / "run").exists()

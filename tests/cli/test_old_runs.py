@@ -49,12 +49,14 @@ def test_an_old_run_resumes(strategy: str, members: ModuleType, tmp_path: Path) 
         assert done.losses == pytest.approx(EXACT[strategy], rel=1e-5)
 
 
-def test_the_time_to_a_target_is_not_known_for_an_old_run(tmp_path: Path) -> None:
+def test_the_time_to_a_target_is_not_known_for_an_old_run(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = old_run("allreduce", tmp_path)
-    refused = harness.resume(run, "--target", "loss=0.5")
+    refused = members.resume(run, "--target", "loss=0.5")
     assert refused.code == 2
     assert "up to step 13 has reached 0.463993 already" in refused.err
-    done = harness.resume(run, "--target", "loss=0.463")
+    done = members.resume(run, "--target", "loss=0.463")
     assert done.code == 0, f"{done.out}\n{done.err}"
     summary = done.of("RunFinished")[-1]["summary"]
     assert (summary["outcome"], summary["time_to_target_s"]) == ("target", None)

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,13 +31,13 @@ def job(tmp_path: Path, body: str) -> Path:
     return path
 
 
-def trained(path: Path | str, run: Path, **options: Any) -> harness.Finished:
-    done = harness.train(path, run, **options)
+def trained(members: ModuleType, path: Path | str, run: Path, **options: Any) -> harness.Finished:
+    done = members.train(path, run, **options)
     assert done.code == 0, done.out + done.err
     return done
 
 
-def test_a_random_split_is_the_same_in_every_worker(tmp_path: Path) -> None:
+def test_a_random_split_is_the_same_in_every_worker(members: ModuleType, tmp_path: Path) -> None:
     path = job(
         tmp_path,
         """
@@ -48,8 +49,8 @@ class Split(Regression):
         return None
 """,
     )
-    alone = trained(path, tmp_path / "one")
-    both = trained(path, tmp_path / "two", strategy="allreduce", workers=2)
+    alone = trained(members, path, tmp_path / "one")
+    both = trained(members, path, tmp_path / "two", strategy="allreduce", workers=2)
     assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
@@ -75,9 +76,15 @@ class Augmented(Regression):
         return None
 """,
     )
-    alone = trained(path, tmp_path / "one")
+    alone = trained(harness, path, tmp_path / "one")
     both = trained(
-        path, tmp_path / "two", strategy="allreduce", workers=2, accumulate=2, loader_processes=1
+        harness,
+        path,
+        tmp_path / "two",
+        strategy="allreduce",
+        workers=2,
+        accumulate=2,
+        loader_processes=1,
     )
     assert both.losses == pytest.approx(alone.losses, rel=1e-5)
 
@@ -101,8 +108,8 @@ class WithAux(Regression):
         return Aux()
 """,
     )
-    alone = trained(path, tmp_path / "one")
-    three = trained(path, tmp_path / "three", strategy="allreduce", workers=3)
+    alone = trained(harness, path, tmp_path / "one")
+    three = trained(harness, path, tmp_path / "three", strategy="allreduce", workers=3)
     assert three.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
@@ -125,9 +132,9 @@ class Masked(Regression):
 """,
     )
     done = trained(
-        path, tmp_path / "run", strategy="allreduce", workers=4, batch_size=32, samples=96
+        harness, path, tmp_path / "run", strategy="allreduce", workers=4, batch_size=32, samples=96
     )
-    alone = trained(path, tmp_path / "one", batch_size=32, samples=96)
+    alone = trained(harness, path, tmp_path / "one", batch_size=32, samples=96)
     assert done.losses == pytest.approx(alone.losses, rel=1e-5)
     assert all(e["metrics"]["loss"] > 0 for e in done.of("Evaluated"))
 
@@ -140,10 +147,10 @@ class Masked(Regression):
     ],
 )
 def test_mistakes_in_the_evaluation_are_found_at_the_start(
-    tmp_path: Path, body: str, fields: dict[str, Any], message: str
+    members: ModuleType, tmp_path: Path, body: str, fields: dict[str, Any], message: str
 ) -> None:
     path = job(tmp_path, f"@dataclass\nclass Wrong(Regression):\n{body}")
-    done = harness.train(path, tmp_path / "run", **fields)
+    done = members.train(path, tmp_path / "run", **fields)
     assert done.code in (1, 2)
     assert message in done.err
     assert "StepCommitted" not in done.out
@@ -151,21 +158,21 @@ def test_mistakes_in_the_evaluation_are_found_at_the_start(
     assert not events.exists() or "StepCommitted" not in events.read_text()
 
 
-def test_a_refused_resume_changes_nothing(tmp_path: Path) -> None:
+def test_a_refused_resume_changes_nothing(members: ModuleType, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained("Regression", run, epochs=4)
+    trained(members, "Regression", run, epochs=4)
     before = {name: (run / name).read_bytes() for name in ("config.json", "summary.json")} | {
         "checkpoints": sorted(os.listdir(run / "checkpoints"))
     }  # type: ignore[dict-item]
-    refused = harness.resume(run, "--checkpoint", "step-14", "--set", "lr=fast")
+    refused = members.resume(run, "--checkpoint", "step-14", "--set", "lr=fast")
     assert refused.code == 2
     assert "lr is a number" in refused.err
     after = {name: (run / name).read_bytes() for name in ("config.json", "summary.json")} | {
         "checkpoints": sorted(os.listdir(run / "checkpoints"))
     }  # type: ignore[dict-item]
     assert after == before
-    assert harness.resume(run, "--set", "seed=5").code == 2
-    going_back = harness.resume(run, "--checkpoint", "step-14")
+    assert members.resume(run, "--set", "seed=5").code == 2
+    going_back = members.resume(run, "--checkpoint", "step-14")
     assert going_back.code == 0, going_back.err
     assert going_back.of("Resumed")[-1]["step"] == 14
 
@@ -197,7 +204,7 @@ class Cycle(Regression):
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=num_steps)
 """,
     )
-    trained(path, tmp_path / "run", epochs=1)
+    trained(harness, path, tmp_path / "run", epochs=1)
     longer = harness.resume(tmp_path / "run", "--set", "epochs=2")
     assert longer.code == 2
     assert "made for 7 steps, 7 of which are done, and the run now has 14" in longer.err
@@ -206,7 +213,7 @@ class Cycle(Regression):
     assert len({event["lr"] for event in kept.steps[7:]}) == 1
 
 
-def test_fields_of_any_kind_are_recorded(tmp_path: Path) -> None:
+def test_fields_of_any_kind_are_recorded(members: ModuleType, tmp_path: Path) -> None:
     path = job(
         tmp_path,
         """
@@ -217,13 +224,15 @@ class Fields(Regression):
     folder: Path = Path("somewhere")
 """,
     )
-    trained(path, tmp_path / "run", epochs=1)
+    trained(members, path, tmp_path / "run", epochs=1)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert "somewhere" in config["fields"]["folder"]["value"]
 
 
-def test_absurdly_many_workers_are_refused_before_any_is_started(tmp_path: Path) -> None:
-    done = harness.train("Regression", tmp_path / "run", strategy="allreduce", workers=9999)
+def test_absurdly_many_workers_are_refused_before_any_is_started(
+    members: ModuleType, tmp_path: Path
+) -> None:
+    done = members.train("Regression", tmp_path / "run", strategy="allreduce", workers=9999)
     assert done.code == 2
     assert "would only wait for each other" in done.err
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ import pytest
 from manyhands.cli.options import Resolved, number_or_range
 from manyhands.errors import UsageError
 from manyhands.hosts.launchers.local import cores
-from manyhands.testing import harness
+from manyhands.testing import harness, in_process
 from manyhands.testing.conformance import Case, assert_once_an_epoch
 
 EPOCHS = 35
@@ -62,14 +62,14 @@ def test_more_workers_and_fewer(strategy: str, tmp_path: Path) -> None:
     assert counts[0] == counts[-1] == 2
     assert 4 in counts
     if case.traits.equals_single:
-        alone = harness.train("Regression", tmp_path / "alone", epochs=EPOCHS)
+        alone = in_process.train("Regression", tmp_path / "alone", epochs=EPOCHS)
         assert done.losses == pytest.approx(alone.losses, rel=1e-5)
     assert json.loads((run / "summary.json").read_text())["outcome"] == "finished"
 
 
 def test_a_run_that_is_over_can_not_be_scaled(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert harness.train("Regression", run).code == 0
+    assert in_process.train("Regression", run).code == 0
     over = say("scale", str(run), "--workers", "4")
     assert over.returncode == 2
     assert f"manyhands resume {run} --workers 4" in over.stderr

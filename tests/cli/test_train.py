@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -106,7 +107,9 @@ def test_a_finished_run_is_not_trained_again(done: harness.Finished) -> None:
     assert (done.run / "events.jsonl").read_bytes() == before
 
 
-def test_a_resume_that_trains_nothing_keeps_the_summary(tmp_path: Path) -> None:
+def test_a_resume_that_trains_nothing_keeps_the_summary(
+    members: ModuleType, tmp_path: Path
+) -> None:
     """It fails before training, and in its first step: the earlier summary stays."""
     job, run = tmp_path / "job.py", tmp_path / "run"
     job.write_text(
@@ -120,13 +123,13 @@ def test_a_resume_that_trains_nothing_keeps_the_summary(tmp_path: Path) -> None:
         "            raise ValueError('on purpose')\n"
         "        return super().loss(output, batch)\n"
     )
-    assert harness.train(job, run, epochs=1, anneal=False).code == 0
+    assert members.train(job, run, epochs=1, anneal=False).code == 0
     before = (run / "summary.json").read_bytes()
-    failed = harness.resume(run, "--set", "epochs=2", "--set", "broken=true")
+    failed = members.resume(run, "--set", "epochs=2", "--set", "broken=true")
     assert failed.code == 1
     assert failed.of("RunFinished")[-1]["outcome"] == "failed"
     assert (run / "summary.json").read_bytes() == before
-    longer = harness.resume(run, "--set", "epochs=2", "--set", "broken=false")
+    longer = members.resume(run, "--set", "epochs=2", "--set", "broken=false")
     assert longer.code == 0, longer.err
     assert json.loads((run / "summary.json").read_text())["steps"] == 14
 
@@ -146,10 +149,10 @@ def test_list_shows_the_runs(done: harness.Finished, tmp_path: Path) -> None:
         assert "No runs in" in running.wait().out
 
 
-def test_training_longer_continues_from_the_end(tmp_path: Path) -> None:
+def test_training_longer_continues_from_the_end(members: ModuleType, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert harness.train("Adam", run, epochs=2).code == 0
-    refused = harness.resume(run, "--set", "epochs=3")
+    assert members.train("Adam", run, epochs=2).code == 0
+    refused = members.resume(run, "--set", "epochs=3")
     assert refused.code == 2
     for line in (
         "  --schedule stretch   over all 21 steps; the next rate is ",
@@ -157,10 +160,10 @@ def test_training_longer_continues_from_the_end(tmp_path: Path) -> None:
         "  --schedule keep      as it was; from step 15 on, the rate stays at 0\n",
     ):
         assert line in refused.err
-    unknown = harness.resume(run, "--set", "epochs=3", "--schedule", "strech")
+    unknown = members.resume(run, "--set", "epochs=3", "--schedule", "strech")
     assert unknown.code == 2
     assert "it must be one of keep, stretch, restart; did you mean 'stretch'?" in unknown.err
-    longer = harness.resume(run, "--set", "epochs=3", "--schedule", "restart")
+    longer = members.resume(run, "--set", "epochs=3", "--schedule", "restart")
     assert longer.code == 0, longer.err
     assert "note: the learning rate is 0.03 from step 15 on; it was saved at 0\n" in longer.out
     assert [e["step"] for e in longer.steps] == list(range(1, 22))
@@ -185,7 +188,7 @@ def test_check_tests_everything_but_training(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_check_finds_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
+def test_check_finds_a_loss_that_is_no_scalar(members: ModuleType, tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(
         "from dataclasses import dataclass\n"
@@ -195,22 +198,24 @@ def test_check_finds_a_loss_that_is_no_scalar(tmp_path: Path) -> None:
         "    def loss(self, output, batch):\n"
         "        return ((output - batch[1]) ** 2).mean(dim=1)\n"
     )
-    with harness.command("train", str(job), "--check", run=tmp_path / "run") as running:
+    with members.command("train", str(job), "--check", run=tmp_path / "run") as running:
         checked = running.wait()
     assert checked.code == 2
     assert "Vector.loss() must return a scalar tensor" in checked.err
 
 
-def test_check_finds_a_monitor_without_a_direction(tmp_path: Path) -> None:
-    done = harness.train("Regression", tmp_path / "run", "--check", monitor="worst")
+def test_check_finds_a_monitor_without_a_direction(members: ModuleType, tmp_path: Path) -> None:
+    done = members.train("Regression", tmp_path / "run", "--check", monitor="worst")
     assert done.code == 2
     assert 'Write  monitor="min worst"  if lower is better,  monitor="max worst"  if' in done.err
 
 
-def test_resume_remembers_the_flags_and_applies_what_is_set(tmp_path: Path) -> None:
+def test_resume_remembers_the_flags_and_applies_what_is_set(
+    members: ModuleType, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
-    assert harness.train("Regression", run, "--checkpoint-every", "5", "--keep", "2").code == 0
-    longer = harness.resume(run, "--set", "epochs=4", "--set", "lr=7", "--schedule", "stretch")
+    assert members.train("Regression", run, "--checkpoint-every", "5", "--keep", "2").code == 0
+    longer = members.resume(run, "--set", "epochs=4", "--set", "lr=7", "--schedule", "stretch")
     assert longer.code == 0, longer.err
     config = json.loads((run / "config.json").read_text())
     assert config["options"]["checkpoint_every"] == {"value": 5, "from": "--checkpoint-every"}
@@ -223,9 +228,9 @@ def test_resume_remembers_the_flags_and_applies_what_is_set(tmp_path: Path) -> N
     assert rates[21:] == pytest.approx(expected)
 
 
-def test_patience_stops_early_and_keeps_the_best(tmp_path: Path) -> None:
+def test_patience_stops_early_and_keeps_the_best(members: ModuleType, tmp_path: Path) -> None:
     # A step that is far too large: the first evaluation stays the best.
-    done = harness.train(
+    done = members.train(
         *("Regression", tmp_path / "run"),
         lr=30,
         epochs=20,

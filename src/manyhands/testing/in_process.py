@@ -70,7 +70,10 @@ class RunningThreads:
 
     def _run(self, arguments: Sequence[str]) -> None:
         with redirect_stdout(self._out), redirect_stderr(self._err):
-            self._code = main(arguments, launch_plan=self._plan)
+            try:
+                self._code = main(arguments, launch_plan=self._plan)
+            except SystemExit as ended:  # the command line was wrong
+                self._code = int(str(ended.code))
 
     def _failed(self, error: BaseException) -> None:
         self._error = error
