@@ -11,42 +11,65 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from manyhands import data
     from manyhands import word2vec as words
-    from manyhands.api import join
+    from manyhands.api.own_loop import join
+    from manyhands.api.result import Result
+    from manyhands.api.training import resume, train
     from manyhands.embeddings.from_run import load
     from manyhands.embeddings.modules import RowModel, SparseEmbedding, SparseEmbeddingBag
     from manyhands.embeddings.spec import Table
-    from manyhands.errors import JobError, ManyhandsError
+    from manyhands.errors import (
+        Diverged,
+        Interrupted,
+        JobError,
+        ManyhandsError,
+        MemberError,
+        UsageError,
+    )
     from manyhands.job import Job
     from manyhands.measure import Measure
 
 __version__ = "0.1.0"
 __all__ = [
+    "Diverged",
+    "Interrupted",
     "Job",
     "JobError",
     "ManyhandsError",
     "Measure",
+    "MemberError",
+    "Result",
     "RowModel",
     "SparseEmbedding",
     "SparseEmbeddingBag",
     "Table",
+    "UsageError",
     "__version__",
     "data",
     "join",
     "load",
+    "resume",
+    "train",
     "words",
 ]
 
 _HOMES = {
+    "Diverged": "manyhands.errors",
+    "Interrupted": "manyhands.errors",
     "Job": "manyhands.job",
     "JobError": "manyhands.errors",
     "ManyhandsError": "manyhands.errors",
     "Measure": "manyhands.measure",
+    "MemberError": "manyhands.errors",
+    "Result": "manyhands.api.result",
     "RowModel": "manyhands.embeddings.modules",
     "SparseEmbedding": "manyhands.embeddings.modules",
     "SparseEmbeddingBag": "manyhands.embeddings.modules",
     "Table": "manyhands.embeddings.spec",
-    "join": "manyhands.api",
+    "UsageError": "manyhands.errors",
+    "join": "manyhands.api.own_loop",
     "load": "manyhands.embeddings.from_run",
+    "resume": "manyhands.api.training",
+    "train": "manyhands.api.training",
 }
 
 _PACKAGES = {"data": "manyhands.data", "words": "manyhands.word2vec"}

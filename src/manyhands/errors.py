@@ -29,12 +29,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class ManyhandsError(Exception):
     """Base of all errors that manyhands reports. The message is written for the user."""
 
     exit_code = 1
+    run: Path | None = None
+    """The folder of the run that it ended, if training had begun. See `mh.Result`."""
 
     def __init__(self, message: str = "", *, exit_code: int | None = None) -> None:
         super().__init__(message)

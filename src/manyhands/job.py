@@ -6,6 +6,7 @@ nothing.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import importlib
@@ -168,12 +169,17 @@ REQUIRED_METHODS = ("model", "optimizer", "data", "loss")
 
 def load_job(reference: str, settings: Mapping[str, str] | None = None) -> Job:
     """Create the job of a reference (see `find_job`), with fields set from `settings`, as {"lr": "0.05"}."""
-    cls = load_job_class(reference)
-    values = choose_length(parse_settings(cls, settings or {}))
+    return make_job(load_job_class(reference), settings or {}, source=reference)
+
+
+def make_job(cls: type[Job], settings: Mapping[str, str], *, source: str) -> Job:
+    """Create a job of this class with fields set from `settings`. `source`: the place of the class, for
+    errors."""
+    values = choose_length(parse_settings(cls, settings))
     try:
         job = cls(**values)
     except Exception as error:
-        raise JobError(f"{cls.__name__} in {reference} can't be built: {error}") from error
+        raise JobError(f"{cls.__name__} in {source} can't be built: {error}") from error
     check_fields(job)
     if job.steps is None and job.epochs is None:
         job.epochs = 1
@@ -206,7 +212,7 @@ def load_job_class(reference: str) -> type[Job]:
             "    @dataclass\n    class MyJob(mh.Job):\n        def model(self): ...\n\n"
             "See examples/digits.py for a complete example."
         )
-    _check_class(cls, text)
+    check_class(cls, text)
     return cls
 
 
@@ -272,9 +278,12 @@ def find_job(reference: str) -> JobFile:
 
 
 def job_of_run(config: Mapping[str, Any], run: Path) -> JobFile:
-    """Find the job of a run's config.json from any working directory: by its path, or by its reference."""
+    """Find the job of a run's config.json from any working directory: in the run's folder, by its path, or by
+    its reference."""
     noted = config["job"]
     _, _, name = noted["reference"].partition(":")
+    if noted.get("saved"):
+        return find_job(f"{run / noted['saved']}:{name}")
     there = noted.get("anywhere") or (f"{noted['file']}:{name}" if name else noted["file"])
     for reference in (there, noted["reference"]):
         with suppress(JobError):
@@ -427,7 +436,8 @@ def _missing_module(job: JobFile, name: str) -> str:
     )
 
 
-def _check_class(cls: type[Job], path: str) -> None:
+def check_class(cls: type[Job], path: str) -> None:
+    """Raise JobError if a class lacks what every job has."""
     missing = [m for m in REQUIRED_METHODS if getattr(cls, m) is getattr(Job, m)]
     if missing:
         raise JobError(
@@ -483,13 +493,35 @@ def _parse_value(name: str, text: str, kind: Any) -> Any:
         return text
     parse = parse_bool if kind is bool else kind
     if parse not in PARSED:
-        raise UsageError(
-            f"--set {name}={text}: a field of type {kind} can't be set from the command line."
-        )
+        return _parse_literal(name, text, kind)
     try:
         return parse(text)
     except ValueError:
         raise UsageError(f"--set {name}={text}: {name} is {PARSED[parse]}.") from None
+
+
+_CONTAINERS = {list: "[64, 32]", tuple: "(64, 32)", dict: "{'a': 1}", set: "{1, 2}"}
+"""Types of fields that are written as in Python, with an example."""
+
+
+def _parse_literal(name: str, text: str, kind: Any) -> Any:
+    """Parse a list, tuple, dict or set, or a value of any type, written as in Python."""
+    wanted = typing.get_origin(kind) or kind
+    if wanted is not Any and wanted not in _CONTAINERS:
+        raise UsageError(f"--set {name}={text}: a field of type {kind} can't be set as text.")
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = _NOT_PARSED
+    if value is _NOT_PARSED or (wanted is not Any and not isinstance(value, wanted)):
+        example = _CONTAINERS.get(wanted, "[64, 32], 0.5 or 'relu'")
+        raise UsageError(
+            f'--set {name}={text}: {name} is written as in Python, such as  --set "{name}={example}"'
+        )
+    return value
+
+
+_NOT_PARSED = object()
 
 
 def parse_bool(text: str) -> bool:
@@ -500,7 +532,12 @@ def parse_bool(text: str) -> bool:
     return yes
 
 
-PARSED: dict[Any, str] = {int: "a whole number", float: "a number", parse_bool: "true or false"}
+PARSED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    parse_bool: "true or false",
+    Path: "a path",
+}
 """Values that parsers accept, in words for errors."""
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from manyhands.cli.options import Resolved, number_or_range
+from manyhands.api.options import Resolved, number_or_range
 from manyhands.errors import UsageError
 from manyhands.hosts.launchers.local import cores
 from manyhands.testing import harness, in_process
@@ -80,7 +79,7 @@ def test_a_run_that_is_over_can_not_be_scaled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["2:1", "0:3", "a:b", "2:", "many"])
 def test_invalid_ranges_of_workers_are_refused(given: str) -> None:
     with pytest.raises(UsageError, match=f"--workers {given}: .* as 2:4"):
-        Resolved(Namespace(workers=given)).get("workers", 2, number_or_range)
+        Resolved({"workers": given}).get("workers", 2, number_or_range)
 
 
 def test_fewer_workers_than_the_minimum_end_the_run(tmp_path: Path) -> None:

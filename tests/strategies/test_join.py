@@ -238,7 +238,7 @@ def test_a_default_group_of_the_user_stays_untouched(tmp_path: Path) -> None:
 def test_data_that_can_not_be_shared_out_is_refused() -> None:
     from torch.utils.data import IterableDataset
 
-    from manyhands.api import join
+    from manyhands.api.own_loop import join
     from manyhands.errors import JobError
 
     class Endless(IterableDataset[int]):
@@ -255,7 +255,7 @@ def test_data_that_can_not_be_shared_out_is_refused() -> None:
 
 
 def test_a_strategy_that_needs_a_coordinator_is_refused() -> None:
-    from manyhands.api import join
+    from manyhands.api.own_loop import join
     from manyhands.errors import SpecError
 
     with (
@@ -269,7 +269,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     import torch
     from torch import nn
 
-    from manyhands.api import join
+    from manyhands.api.own_loop import join
     from manyhands.errors import UsageError
 
     model, other = nn.Linear(4, 2), nn.Linear(4, 2)
@@ -283,7 +283,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_servers_are_not_for_a_loop_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from manyhands.api import join
+    from manyhands.api.own_loop import join
     from manyhands.errors import ClusterError
 
     cluster = {"worker": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}

@@ -191,7 +191,7 @@ def test_a_setting_gets_the_type_of_its_field(
         ("decay", "x", "decay is a number"),
         ("cycles", "x", "cycles is a number"),
         ("patience", "soon", "patience is a whole number"),
-        ("layers", "1,2", "a field of type .*tuple.* can't be set from the command line"),
+        ("layers", "1;2", "layers is written as in Python, such as  --set .layers=.64, 32."),
         ("batch_size", "0", "batch_size must be a whole number of at least 1, and is 0"),
         ("epochs", "-1", "epochs must be a whole number of at least 1"),
         ("accumulate", "0", "accumulate must be"),

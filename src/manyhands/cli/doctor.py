@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from manyhands.cli.options import Resolved
-from manyhands.cli.where import ResolvedCluster, run_authority
+from manyhands.api.options import Resolved
+from manyhands.api.where import ResolvedCluster, run_authority
 from manyhands.doctor import Check, Finding, checks, wants_colour
 from manyhands.doctor.hosts import ClusterProbe, agent_timeouts, find_problems, format_table
 from manyhands.errors import Interrupted
@@ -110,7 +110,7 @@ def _check_cluster(arguments: argparse.Namespace) -> int:
     if arguments.show or spec.mine is None:
         print(json.dumps(dataclasses.asdict(spec), indent=2) if arguments.json else describe(spec))
         return 0
-    resolved = Resolved(arguments)
+    resolved = Resolved(vars(arguments))
     control = resolved.get("control", None)
     wait_s = resolved.get("wait", WAIT_S, float)
     key_file = resolved.get("key_file", None, Path)

@@ -18,8 +18,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from manyhands.api.options import Resolved, resolve_options
 from manyhands.cli import train
-from manyhands.cli.options import Resolved, parse_set, resolve_options
+from manyhands.cli.options import parse_set
 from manyhands.cli.parser import Parser
 from manyhands.errors import UsageError
 from manyhands.job import find_job
@@ -163,7 +164,7 @@ def _check_passed(arguments: argparse.Namespace, room: int, noun: str, flags: st
                 f"--{name.replace('_', '-')} can't stand after --: the file decides that. See  "
                 "manyhands launch --help."
             )
-    resolved = Resolved(train_flags)
+    resolved = Resolved(vars(train_flags))
     options = resolve_options(
         resolved, job=train_flags.job, settings=parse_set(train_flags.set), elsewhere=True
     )

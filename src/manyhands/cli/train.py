@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from manyhands.cli import init_from
-from manyhands.cli.options import (
-    Resolved,
-    add_training_flags,
-    fit_debug,
-    parse_set,
-    resolve_options,
-)
-from manyhands.cli.where import ResolvedCluster, find_cluster, launching
+from manyhands.api.job_source import job_source
+from manyhands.api.options import Resolved
+from manyhands.api.training import NewRun
+from manyhands.api.where import ResolvedCluster, find_cluster, launching
+from manyhands.cli.options import add_training_flags, fit_debug, parse_set
 from manyhands.coordinator.driver import Driver
 from manyhands.coordinator.fault_spec import GRAMMAR
 from manyhands.coordinator.options import LaunchPlan, RunOptions
-from manyhands.coordinator.run import rehearse, train
+from manyhands.coordinator.run import rehearse
 from manyhands.costs import CostFacts
-from manyhands.errors import MemberError, UsageError
+from manyhands.errors import MemberError
 from manyhands.events import Sink, events, make_console
 from manyhands.events.console import LABEL_CELLS
 from manyhands.events.events import Event
 from manyhands.events.text import direction
-from manyhands.hosts.machine import versions
 from manyhands.hosts.scratch import Scratch
-from manyhands.job import JobFile, find_job
-from manyhands.runs.checkpoints import Manifest
-from manyhands.runs.files import file_digest
-from manyhands.runs.folder import RunFolder
 from manyhands.strategies.costs import cost_rows
 
 HELP = "train a job; progress, run folder, checkpoints, TensorBoard"
@@ -86,61 +76,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     fit_debug(arguments)
-    resolved = Resolved(arguments)
+    resolved = Resolved(vars(arguments))
     cluster = find_cluster(resolved)
     if isinstance(cluster, ResolvedCluster) and not cluster.is_coordinator:
         return cluster.serve()
-    job = find_job(arguments.job)
-    settings = parse_set(arguments.set)
-    options = resolve_options(
+    start = NewRun.resolve(
+        job_source(arguments.job),
         resolved,
-        job=arguments.job,
-        settings=settings,
-        cluster=cluster.spec if cluster else None,
-        elsewhere=cluster is not None,
+        cluster,
+        parse_set(arguments.set),
         debug=arguments.debug,
     )
-    weights = None
-    if (source := resolved.get("init_from", None)) is not None:
-        weights = init_from.find_weights(source)
-        options = replace(options, init_from=weights.path.resolve())
-    with launching(cluster, resolved, options, arguments.launch_plan) as (launch_plan, done):
-        if arguments.check:
-            return done(_check(options, launch_plan))
-        return done(_train(arguments, resolved, options, launch_plan, job, weights))
-
-
-def _train(
-    arguments: argparse.Namespace,
-    resolved: Resolved,
-    options: RunOptions,
-    launch_plan: LaunchPlan,
-    job: JobFile,
-    weights: Manifest | None,
-) -> int:
-    folder_run = RunFolder.create(job.title, path=resolved.get("run_dir", None, Path))
-    folder_run.write_config(
-        {
-            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": sys.argv,
-            "versions": versions(),
-            "job": {
-                "reference": arguments.job,
-                "anywhere": job.anywhere,
-                "file": str(job.path),
-                "sha256": file_digest(job.path),
-            },
-            "settings": dict(options.settings),
-            "options": resolved.sources,
-            **({"init_from": init_from.note(weights)} if weights else {}),
-        }
-    )
+    if arguments.check:
+        with launching(cluster, resolved, start.options, arguments.launch_plan) as (plan, done):
+            return done(_check(start.options, plan))
     console = make_console(quiet=arguments.quiet, shared=arguments.debug)
-    try:
-        return train(options, folder_run, launch_plan, console=console)
-    except (UsageError, KeyboardInterrupt):  # after the start, Ctrl-C is handled as a signal
-        folder_run.discard()  # nothing was trained: leave no folder behind
-        raise
+    return start.launch(console, arguments.launch_plan).exit_code
 
 
 class _Failures(Sink):

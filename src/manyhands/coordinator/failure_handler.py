@@ -131,15 +131,19 @@ class FailureHandler:
             membership.lose_all(failure.member, failure.reason)
             return WeightsLost(text, exit_code=failure.exit_code)
         self.would_repeat = not failure.transient
+        log = str(self._coordinator.members[failure.member].log)
         self._stream.emit(
             events.MemberFailed(
                 member=failure.member,
                 reason=failure.reason,
                 traceback=failure.traceback,
-                log=str(self._coordinator.members[failure.member].log),
+                log=log,
             )
         )
-        return MemberError(text, exit_code=failure.exit_code)
+        error = MemberError(text, exit_code=failure.exit_code)
+        for note in filter(None, (failure.traceback.rstrip(), f"log: {log}")):
+            error.add_note(note)  # shown where Python prints it; the console has the event
+        return error
 
     def _on_death(self, member: str, code: int) -> None:
         """Handle the end of a process that had not left."""

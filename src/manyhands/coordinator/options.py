@@ -88,6 +88,8 @@ class RunOptions:
 
     init_from: Path | None = None
     """The checkpoint whose weights a new run starts with."""
+    origin: str = ""
+    """Where the user wrote a job that was saved in the run folder: "Digits of train.py"; empty: `job`."""
 
     def assignment(self, run: Path, checkpoint: Path | None) -> Assignment:
         """Return the assignment of each member."""

@@ -7,11 +7,10 @@ checkpoint.
 from __future__ import annotations
 
 import shlex
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from manyhands.events.events import RunFinished, RunStarted
 from manyhands.events.units import show_time
 from manyhands.hosts.launchers.local import cores
 from manyhands.hosts.machine import versions
-from manyhands.hosts.stop_signals import on_stop_signals
+from manyhands.hosts.stop_signals import on_stop_signals, signals_restored
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
 from manyhands.runs.folder import EVENTS, RunFolder
@@ -49,25 +48,43 @@ EXIT_CODES = {
 }
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a start of a run ended."""
+
+    run: Path
+    outcome: str
+    error: ManyhandsError | None
+    """The error that ended it; it is in the summary already."""
+    saved: str | None
+    """The newest checkpoint, such as "checkpoints/step-100"."""
+
+    @property
+    def exit_code(self) -> int:
+        return self.error.exit_code if self.error else EXIT_CODES[self.outcome]
+
+
 def train(
     options: RunOptions,
     run: RunFolder,
     launch_plan: LaunchPlan,
     *,
-    console: Console,
+    console: Console | None,
     checkpoint: Manifest | None = None,
     on_ready: Callable[[], None] = lambda: None,
-) -> int:
-    """Train in the run's folder. Returns the exit code; a user error is raised, not printed.
+) -> Ending:
+    """Train in the run's folder. A user error before the first step is raised; it leaves no summary.
 
     `on_ready` is called once nothing can go wrong any more: only then may the folder change.
     """
     with ExitStack() as stack:
+        stack.enter_context(signals_restored())  # at the end: a late Ctrl-C interrupts no clean-up
         run.lock()
         stack.callback(run.unlock)
         run.take_request()  # of an earlier start
         options = replace(options, resumed=(run.path / EVENTS).exists())
-        sinks = [JsonlSink(run.path / EVENTS), console, Queued(TensorBoardSink(run.path / "tb"))]
+        shown = [] if console is None else [console]
+        sinks = [JsonlSink(run.path / EVENTS), *shown, Queued(TensorBoardSink(run.path / "tb"))]
         stream = Stream(sinks)
         stack.callback(stream.close)
         coordinator = stack.enter_context(_coordinator(options, run, launch_plan))
@@ -86,7 +103,8 @@ def train(
             on_ready()
 
         def on_poll() -> None:
-            console.tick()
+            if console is not None:
+                console.tick()
             folder_watch.check(starts[-1].plan)
 
         def start(source: Manifest | None, before: Driver | None = None) -> None:
@@ -125,9 +143,8 @@ def _coordinator(
         keys=options.needs_keys,
         authority=launch_plan.authority,
     ) as coordinator:
-        if threading.current_thread() is threading.main_thread():  # only there Python allows it
-            # Ctrl-C, a scheduler's SIGTERM or SIGUSR1, the hang-up of a terminal
-            on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
+        # Ctrl-C, a scheduler's SIGTERM or SIGUSR1, the hang-up of a terminal
+        on_stop_signals(lambda got, _frame: coordinator.interrupt(got))
         before = on_process_failure(coordinator.thread_failed)
         try:
             yield coordinator
@@ -162,7 +179,7 @@ def _announce(context: RunContext, *, resumed_from: Manifest | None = None) -> N
     stream.emit(
         RunStarted(
             run=str(context.run.path),
-            job=options.job,
+            job=options.origin or options.job,
             strategy=options.strategy,
             workers=options.workers,
             versions=versions(),
@@ -189,7 +206,7 @@ def _end_start(driver: Driver) -> Manifest | None:
     return checkpoint
 
 
-def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> int:
+def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> Ending:
     """Train and end the run. In every case the members are ended and the summary is written."""
     error: ManyhandsError | None = None
     try:
@@ -221,7 +238,7 @@ def _run(starts: Sequence[Driver], drive: Callable[[], str]) -> int:
     driver.stream.emit(
         RunFinished(outcome=outcome, summary=summary, resume_command=command, advice=advice)
     )
-    return error.exit_code if error else EXIT_CODES[outcome]
+    return Ending(run.path, outcome, error, driver.checkpoint_tracker.newest)
 
 
 def _summary(driver: Driver, outcome: str, error: str | None) -> dict[str, Any]:
@@ -292,7 +309,8 @@ def _advice(starts: Sequence[Driver], outcome: str) -> tuple[str, str | None]:
     if driver.failures.would_repeat and not any(each.run_stats.samples for each in starts):
         if not saved:
             return (
-                f"Nothing was trained, and it would fail again. Correct {job}, then train again.",
+                f"Nothing was trained, and it would fail again. Correct {driver.options.origin or job}, then "
+                "train again.",
                 None,
             )
         return f"It would fail again. Correct {job} first.", command

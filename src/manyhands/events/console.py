@@ -43,6 +43,9 @@ OUTCOME_STYLES = {
 class Console(Sink):
     """Decides what to print for each event. Subclasses draw."""
 
+    raises = False
+    """If true, what ended the run is raised to the caller of `mh.train()`, and not printed here."""
+
     def __init__(self, *, quiet: bool = False, clock: Clock = time.monotonic) -> None:
         self.status = text.RunStatus()
         self.quiet = quiet
@@ -122,6 +125,8 @@ class Console(Sink):
             self.line("continue with:  ", (text.clean(event.resume_command), STRONG))
 
     def _fail(self, head: str, traceback: Sequence[str] = (), log: str = "") -> None:
+        if self.raises:
+            return
         self.line(("error", BAD), f": {head}", error=True)
         for line in traceback:
             self.line((f"    {line}", DIM), error=True)

@@ -9,12 +9,8 @@ from typing import Any
 
 import pytest
 
-from manyhands.cli.options import (
-    Resolved,
-    add_training_flags,
-    fit_debug,
-    resolve_options,
-)
+from manyhands.api.options import Resolved, resolve_options
+from manyhands.cli.options import add_training_flags, fit_debug
 from manyhands.contract import Traits
 from manyhands.coordinator.batch_scaling import Scaling
 from manyhands.coordinator.options import RunOptions
@@ -44,7 +40,7 @@ class Restless(Single):
 def options(*flags: str, before: dict[str, Any] | None = None) -> tuple[RunOptions, Resolved]:
     parser = argparse.ArgumentParser()
     add_training_flags(parser)
-    resolved = Resolved(parser.parse_args(flags), before)
+    resolved = Resolved(vars(parser.parse_args(flags)), before)
     return resolve_options(resolved, job="job.py", settings={}), resolved
 
 
@@ -67,7 +63,7 @@ def test_debugging_has_no_timeouts() -> None:
     add_training_flags(parser)
     arguments = parser.parse_args(["--debug", "--stuck-after", "5"])
     fit_debug(arguments)
-    given = resolve_options(Resolved(arguments), job="job.py", settings={}, debug=True)
+    given = resolve_options(Resolved(vars(arguments)), job="job.py", settings={}, debug=True)
     assert (given.strategy, given.workers, given.stuck_after_s) == ("single", 1, 0)
     assert given.assignment(Path("run"), None).debug
     endless = Timeouts.endless()

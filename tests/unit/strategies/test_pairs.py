@@ -15,7 +15,8 @@ import pytest
 
 import manyhands
 from manyhands import pairs
-from manyhands.cli.options import Resolved, add_training_flags, resolve_options
+from manyhands.api.options import Resolved, resolve_options
+from manyhands.cli.options import add_training_flags
 from manyhands.control.messages import BuiltFacts, JobFields, WorkerFacts
 from manyhands.coordinator.job_checks import features_of, why_not
 from manyhands.coordinator.options import RunOptions
@@ -97,7 +98,7 @@ def try_it(spec: str, feature: Feature, *also: Feature | None) -> None:
     parser = argparse.ArgumentParser()
     add_training_flags(parser)
     options = resolve_options(
-        Resolved(parser.parse_args(flags)), job="job.py", settings={}, cluster=cluster
+        Resolved(vars(parser.parse_args(flags))), job="job.py", settings={}, cluster=cluster
     )
     seats = [
         Seat(f"worker-{n}", "here", device="cuda:0", device_id=f"gpu {n}") for n in range(workers)

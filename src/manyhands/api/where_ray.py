@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,22 +23,7 @@ from manyhands.job import find_job
 from manyhands.transport import Address, Authority, parse_address
 
 if TYPE_CHECKING:
-    from manyhands.cli.options import Resolved
-
-
-def add_ray_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--ray-placement",
-        metavar="HOW",
-        help="with --on ray: spread (default), on as many nodes as possible, or pack, on as few",
-    )
-    group.add_argument(
-        "--ray-ship",
-        metavar="FOLDER",
-        type=Path,
-        help="with --on ray: a folder with the job that Ray copies to the nodes, for those that don't see "
-        "it (default: they see the same files)",
-    )
+    from manyhands.api.options import Resolved
 
 
 @dataclass(frozen=True)

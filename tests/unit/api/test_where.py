@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from manyhands.cli.options import Resolved, resolve_options
-from manyhands.cli.where import find_cluster, fit_strategy
+from manyhands.api.options import Resolved, resolve_options
+from manyhands.api.where import find_cluster, fit_strategy
 from manyhands.errors import ManyhandsError, UsageError
 from manyhands.hosts.discovery import detect
 from manyhands.hosts.spec import ClusterSpec
@@ -43,7 +42,7 @@ def tf_config(workers: int, servers: int) -> ClusterSpec:
 
 
 def resolved(**given: Any) -> Resolved:
-    return Resolved(argparse.Namespace(**given))
+    return Resolved(given)
 
 
 def options(cluster: ClusterSpec, **given: Any) -> Any:

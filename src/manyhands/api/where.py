@@ -6,16 +6,15 @@ others serves it as an agent, and ends with its exit code.
 
 from __future__ import annotations
 
-import argparse
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from manyhands.cli.where_ray import RayCluster, add_ray_flags, find_ray
+from manyhands.api.where_ray import RayCluster, find_ray
 from manyhands.contract import Strategy
 from manyhands.coordinator.options import LaunchPlan, RunOptions
 from manyhands.errors import ManyhandsError, UsageError, check_choice
@@ -37,7 +36,7 @@ from manyhands.strategies.spec import Spec, SpecPart, Value, parse_spec
 from manyhands.transport import Authority, parse_address
 
 if TYPE_CHECKING:
-    from manyhands.cli.options import Resolved
+    from manyhands.api.options import Resolved
 
 PLACES = ("local", "env", "ray")
 
@@ -52,52 +51,6 @@ MEANT_FOR = {
     "ray_ship": ("ray",),
 }
 """The values of `--on` for which a flag is valid."""
-
-
-def add_place_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("where")
-    group.add_argument(
-        "--on",
-        metavar="WHERE",
-        help="where members run. local: on this machine (default; required if torchrun, srun or the like has "
-        "started several processes and each should train alone). env: on all hosts on which torchrun, srun, "
-        "Kubernetes or you have started this command; the first process coordinates, the others serve it. "
-        "ray: on the Ray cluster of this machine or of RAY_ADDRESS; ray=HOST:PORT: on that cluster; "
-        "ray=local: on one that is started for the run. From outside of a cluster, use  ray job submit",
-    )
-    group.add_argument(
-        "--cluster",
-        type=Path,
-        metavar="FILE",
-        help="with --on env: a file that lists the hosts, instead of the environment; the same on each of "
-        "them",
-    )
-    group.add_argument(
-        "--as",
-        metavar="NAME",
-        help="with --cluster: this host's entry in the file (default: the one with its host name)",
-    )
-    group.add_argument(
-        "--slots",
-        type=int,
-        metavar="N",
-        help="with --on env: number of members that each process may start (default: 1)",
-    )
-    group.add_argument(
-        "--wait",
-        type=float,
-        metavar="SECONDS",
-        help="with --on env: how long processes wait for each other at the start (default: 300); with "
-        "--on ray: how long to wait for free resources and new nodes (default: 300)",
-    )
-    group.add_argument(
-        "--key-file",
-        type=Path,
-        metavar="FILE",
-        help="with --on env: a file with the run's key, which only its owner can read (default: the "
-        "variable MANYHANDS_KEY); see  manyhands key --help",
-    )
-    add_ray_flags(group)
 
 
 @dataclass(frozen=True)
@@ -150,8 +103,11 @@ class ResolvedCluster:
         return LaunchPlan(self.listening_address(), launcher, self.authority, self.timeouts)
 
 
-def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
-    """Find the cluster of this process; None: members are processes of this machine."""
+def find_cluster(
+    resolved: Resolved, *, argv: Sequence[str] | None = None
+) -> ResolvedCluster | RayCluster | None:
+    """Find the cluster of this process; None: members are processes of this machine. `argv`: the command that
+    does the same, for errors; by default that of this process."""
     file = resolved.get("cluster", None, Path)
     name = resolved.get("as", None)
     place = resolved.get("on", "local" if file is None else "env")
@@ -172,7 +128,7 @@ def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
             )
     if kind == "local":
         if resolved.sources["on"]["from"] == "default":
-            _refuse_several()
+            _refuse_several(sys.argv if argv is None else argv)
         return None
     if address is not None:
         return find_ray(resolved, address)
@@ -183,12 +139,12 @@ def find_cluster(resolved: Resolved) -> ResolvedCluster | RayCluster | None:
     return ResolvedCluster(spec, authority, control, timeouts)
 
 
-def _refuse_several() -> None:
+def _refuse_several(argv: Sequence[str]) -> None:
     """Refuse to run as one of several processes: each would train alone, in its own folder."""
     several = one_of_several()
     if several is None:
         return
-    line = several.line(sys.argv)
+    line = several.line(argv)
     lines = [line]
     if several.spec is not None and not one_host(several.spec) and read_key(None) is None:
         lines = ["(umask 077; manyhands key > run.key)", f"{line} --key-file run.key"]
@@ -196,7 +152,7 @@ def _refuse_several() -> None:
     raise UsageError(
         f"According to {several.source}, this is one of {several.size} processes, and nothing says that they "
         f"train together: each would train by itself, in a folder of its own. Type:{typed}\n"
-        "If each is meant to train by itself, add  --on local  instead."
+        'If each is meant to train by itself, add  --on local  instead (in Python: on="local").'
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.cli.init_from import find_weights, note, noted
+from manyhands.api.init_from import find_weights, note, noted
 from manyhands.coordinator.options import RunOptions
 from manyhands.errors import UsageError
 from manyhands.runs.checkpoints import commit, final, partial

@@ -1,0 +1,9 @@
+"""What a Python program calls: `mh.train()`, `mh.resume()` and `mh.join()`. The command line is a user of it.
+
+training.py      mh.train() and mh.resume(), and what the commands share with them
+job_source.py    an instance of a job: where its class is found, and its fields as text
+saved_class.py   the source of a class that no file can be imported for
+result.py        mh.Result
+options.py       the options of a training; where.py, where_ray.py: where its members run
+own_loop.py      mh.join()
+"""
