@@ -43,7 +43,7 @@ _scripts: dict[Path, str] = {}
 
 
 def saved_class(cls: type[Job]) -> tuple[str, str]:
-    """Return the text of a file with a class of `__main__`, and where the class is from. Raises JobError if it
+    """Return the text of a file with a class of `__main__`, and where that is from. Raises JobError if it
     can't be saved."""
     main = sys.modules["__main__"]
     sources, origin = _sources(cls, main)
@@ -163,8 +163,8 @@ class _Collected:
             )
         if name not in self._definitions:
             raise JobError(
-                f"The source of {name} can't be found: it is not at the top level of the script or of a cell, "
-                f"but inside of an if or the like. Move it there, or write it into a file and train that:  "
+                f"The source of {name} can't be found: it is not at the top level of the script or of a "
+                "cell, but inside of an if or the like. Move it there, or write it into a file and train that:  "
                 f'mh.train("job.py:{self.cls.__name__}")'
             )
 
