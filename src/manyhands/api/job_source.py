@@ -117,8 +117,8 @@ def settings_of(job: Job) -> dict[str, str]:
         if not _same(value, other) and name in job.fields():
             raise JobError(
                 f"{cls.__name__} has {name}={_short(value)} here, and would have {name}={_short(other)} in "
-                "the workers: __post_init__() changes it once more, or it was set by hand. Leave the field as it "
-                "was given, and compute from it in a property."
+                "the workers: __post_init__() changes it once more, or it was set by hand. Leave the field "
+                "as it was given, and compute from it in a property."
             )
         if other is dataclasses.MISSING:
             raise JobError(
@@ -146,8 +146,8 @@ def _as_setting(cls: type[Job], name: str, value: Any) -> str:
             why = why or f" ({error})"
     raise JobError(
         f"{cls.__name__}({name}={_short(value)}): the workers can't be given this {type(value).__name__} as "
-        f"a field{why}. Fields are numbers, texts, true or false, paths, and lists, tuples, dicts and sets of "
-        "numbers and texts, as annotated. Make anything else in a method, from fields such as these."
+        f"a field{why}. Fields are numbers, texts, true or false, paths, and lists, tuples, dicts and sets "
+        "of numbers and texts, as annotated. Make anything else in a method, from fields such as these."
     )
 
 

@@ -164,7 +164,7 @@ class _Collected:
         if name not in self._definitions:
             raise JobError(
                 f"The source of {name} can't be found: it is not at the top level of the script or of a "
-                "cell, but inside of an if or the like. Move it there, or write it into a file and train that:  "
+                "cell, but inside of an if or the like. Move it there, or write it into a file, and train:  "
                 f'mh.train("job.py:{self.cls.__name__}")'
             )
 

@@ -16,6 +16,7 @@ The workers are fresh programs, never copies of this one: a script needs no `if 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 import warnings
@@ -43,7 +44,7 @@ from manyhands.errors import (
 )
 from manyhands.events import Console, make_console
 from manyhands.hosts.machine import versions
-from manyhands.job import job_of_run
+from manyhands.job import Job, job_of_run, parse_settings
 from manyhands.job_length import length_of, merge_settings
 from manyhands.runs import checkpoints
 from manyhands.runs.checkpoints import Manifest
@@ -134,9 +135,10 @@ def train(
     source = job_source(job)
     resolved = Resolved(given)
     cluster = _members_from_here(resolved, ["train", source.reference], source)
-    start = NewRun.resolve(
-        source, resolved, cluster, {**source.settings, **given_settings(settings or {})}
-    )
+    changed = given_settings(settings or {})
+    if isinstance(job, Job):
+        parse_settings(type(job), changed)
+    start = NewRun.resolve(source, resolved, cluster, merge_settings(source.settings, changed))
     return _result(start.launch(_console(progress)))
 
 
@@ -429,13 +431,13 @@ def _members_from_here(
     resolved: Resolved, words: Sequence[str], source: JobSource | None = None
 ) -> Cluster:
     """Find where members run. `words`: the command that does the same."""
-    cluster = find_cluster(resolved, argv=["manyhands", *words])
-    if isinstance(cluster, ResolvedCluster):
+    place, file = resolved.get("on", "local"), resolved.get("cluster", None)
+    if place == "env" or file is not None:
         raise UsageError(
-            f"on={resolved.sources['on']['value']!r}: from Python, members run on this machine or on Ray. "
-            f"Processes that were started together train with the command:  manyhands {words[0]} {words[1]} "
-            "--on env"
+            f"on={place!r}: from Python, members run on this machine or on Ray. Processes that are started "
+            f"together train with the command:  manyhands {shlex.join(words)} --on env"
         )
+    cluster = find_cluster(resolved, argv=["manyhands", *words])
     if cluster is not None and source is not None and source.file is None:
         raise UsageError(
             f"{source.reference} is a class of a script or a notebook, which other machines may not see. "
