@@ -44,10 +44,10 @@ result
 }
 BROKEN = """
 @dataclass
-class Mine(Mine):
+class Broken(Mine):
     def loss(self, output, batch):
         raise RuntimeError("no loss today")
-mh.train(Mine(), workers=2, device="cpu", run_dir="broken")
+mh.train(Broken(), workers=2, device="cpu", run_dir="broken")
 """
 Outputs = dict[str, list[Any]]
 

@@ -131,7 +131,9 @@ class _Collected:
         if getattr(value, "__module__", None) == "__main__" and name in self._definitions:
             at, node, source = self._definitions[name]
             if isinstance(value, type):
-                self._check_current(value)
+                for cls in value.__mro__:
+                    if cls.__module__ == "__main__":
+                        self._check_current(cls)
             text = _segment(source, node)
             self.parts[name] = _Part(at, text)
             return used_names(text), annotated_names(node)
@@ -158,8 +160,9 @@ class _Collected:
             )
         if self.names.get(name) is not cls:
             raise JobError(
-                f"{name} was defined anew since this job, or a class that it derives from, was made. Run the "
-                f"cells that use it again, and make the job anew:  job = {self.cls.__name__}(...)"
+                f"{name} was defined anew since this job, or a class that it derives from, was made. Give the "
+                "new class another name; or run the cells that use it again, and make the job anew:  "
+                f"job = {self.cls.__name__}(...)"
             )
         if name not in self._definitions:
             raise JobError(

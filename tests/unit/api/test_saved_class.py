@@ -179,6 +179,8 @@ def test_a_job_of_a_class_that_was_defined_anew_is_refused(run: Run) -> None:
     text = f"{HEAD}\n@dataclass\nclass Mine(mh.Job):\n    def model(self): ...\n{BODY}"
     main = run(f"{text}\njob = Mine()\n{text}")
     refused(main.job, "Mine was defined anew since this job.* make the job anew")
+    main = run(f"{text}\n@dataclass\nclass Mine(Mine):\n    lr: float = 0.1\n", "derived.py")
+    refused(main.Mine(), "Mine was defined anew .*Give the new class another name")
 
 
 def test_a_class_typed_at_a_prompt_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
