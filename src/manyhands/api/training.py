@@ -20,7 +20,7 @@ import shlex
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -172,11 +172,15 @@ def resume(
     )
     cluster = _members_from_here(Resolved(given), ["resume", os.fspath(run)])
     with opened(Path(run)) as folder:
-        start = ContinuedRun.resolve(folder, given, cluster, given_settings(settings or {}))
+        start = ContinuedRun.resolve(
+            folder,
+            given,
+            cluster,
+            given_settings(settings or {}),
+            warn=lambda text: warnings.warn(text, stacklevel=4),
+        )
         if start is None:
             return Result(folder.path)
-        if start.warning is not None:
-            warnings.warn(start.warning, stacklevel=2)
         for note in start.notes if progress else ():
             print(f"note: {note}")
         return _result(start.launch(_console(progress)))
@@ -275,8 +279,6 @@ class ContinuedRun:
     options: RunOptions
     cluster: Cluster
     checkpoint: Manifest | None
-    warning: str | None
-    """If another user made the run: that its job file is code of that user."""
     notes: Sequence[str]
     """What to know before training continues."""
 
@@ -288,14 +290,18 @@ class ContinuedRun:
         cluster: Cluster,
         changed: Mapping[str, str],
         *,
+        warn: Callable[[str], None],
         debug: bool = False,
     ) -> ContinuedRun | None:
-        """Resolve and check everything that can be without starting a member. None: the run is finished."""
+        """Resolve and check everything that can be without starting a member. None: the run is finished.
+        `warn` is called if another user made the run, whose job file is code."""
         name = given.get("checkpoint")
         if _is_done(folder) and not changed and not name:
             return None
         config = folder.config
         job = job_of_run(config, folder.path)
+        if (owner := folder.owner_warning()) is not None:
+            warn(f"{owner}: {job.path}")
         if "seed" in changed:
             raise UsageError(
                 "--set seed: a run keeps its seed, since the order of its samples depends on it."
@@ -316,9 +322,7 @@ class ContinuedRun:
         if checkpoint is None:
             options = replace(options, init_from=weights_of.noted(config))
         notes = tuple(_notes(config, job.path, checkpoint, complaints))
-        owner = folder.owner_warning()
-        warning = f"{owner}: {job.path}" if owner is not None else None
-        return cls(folder, resolved, options, cluster, checkpoint, warning, notes)
+        return cls(folder, resolved, options, cluster, checkpoint, notes)
 
     def launch(self, console: Console | None, launch_plan: LaunchPlan | None = None) -> Ending:
         config, options = self.folder.config, self.options

@@ -52,12 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
         return cluster.serve()
     with opened(arguments.run_folder) as folder:
         changed = parse_set(arguments.set)
-        start = ContinuedRun.resolve(folder, given, cluster, changed, debug=arguments.debug)
+        start = ContinuedRun.resolve(
+            folder,
+            given,
+            cluster,
+            changed,
+            warn=lambda text: print(f"warning: {text}", file=sys.stderr),
+            debug=arguments.debug,
+        )
         if start is None:
             print(how_to_train_longer(folder))
             return 0
-        if start.warning is not None:
-            print(f"warning: {start.warning}", file=sys.stderr)
         for note in start.notes:
             print(f"note: {note}")
         console = make_console(quiet=arguments.quiet, shared=arguments.debug)
