@@ -160,8 +160,8 @@ class _Collected:
             )
         if self.names.get(name) is not cls:
             raise JobError(
-                f"{name} was defined anew since this job, or a class that it derives from, was made. Give the "
-                "new class another name; or run the cells that use it again, and make the job anew:  "
+                f"{name} was defined anew since this job, or a class that it derives from, was made. Give "
+                "the new class another name; or run the cells that use it again, and make the job anew:  "
                 f"job = {self.cls.__name__}(...)"
             )
         if name not in self._definitions:
@@ -174,10 +174,10 @@ class _Collected:
     def _unsaved(self, name: str, user: str) -> JobError:
         value = self.names[name]
         return JobError(
-            f"{user} uses {name}, a {type(value).__name__}, which can't be saved for the workers: only small "
-            "values (numbers, texts, lists of them), imports, classes and functions can. Make it in a method "
-            f"of {self.cls.__name__}, such as data(); or make it a field; or write the job into a file, and "
-            f'train that:  mh.train("job.py:{self.cls.__name__}")'
+            f"{user} uses {name}, of type {type(value).__name__}, which can't be saved for the workers: only "
+            "small values (numbers, texts, lists of them), imports, classes and functions can. Make it in a "
+            f"method of {self.cls.__name__}, such as data(); or make it a field; or write the job into a file, "
+            f'and train that:  mh.train("job.py:{self.cls.__name__}")'
         )
 
     def text(self, origin: str) -> str:

@@ -148,11 +148,11 @@ handle.close()
     [
         (
             "thing = object()",
-            "Mine uses thing, a object, which can't be saved.*Make it in a method",
+            "Mine uses thing, of type object, which can't be saved.*Make it in a method",
         ),
-        ("thing = [1, object()]", "Mine uses thing, a list"),
-        ("thing = list(range(100_000))", "Mine uses thing, a list"),
-        ("thing = lambda: 1", "Mine uses thing, a function"),
+        ("thing = [1, object()]", "Mine uses thing, of type list"),
+        ("thing = list(range(100_000))", "Mine uses thing, of type list"),
+        ("thing = lambda: 1", "Mine uses thing, of type function"),
         (
             "def inner(): return other\nother = object()\ndef thing(): return inner()",
             "inner uses other",
