@@ -32,9 +32,19 @@ def net(width):
 class Mine(Regression):
     epochs: int = 2
     def model(self):
-        return net(WIDTH * self.width)
+        return net(WIDTH * self.width * Quick.rate)
 """,
     "changed": "WIDTH = 5",
+    "failing": """
+await nothing
+def net(width):
+    return None
+""",
+    "quick": """
+class Quick:
+    rate = 1
+await __import__("asyncio").sleep(0)
+""",
     "train": """
 result = mh.train(Mine(width=2), strategy="single", device="cpu", run_dir="run")
 result
@@ -81,8 +91,10 @@ def printed(outputs: list[Any]) -> str:
 
 def test_a_notebook_trains_loads_and_plots(run: Callable[..., Outputs]) -> None:
     outputs = run(CELLS)
-    for name in ("imports", "helper", "job", "changed"):
+    for name in ("imports", "helper", "job", "changed", "quick"):
         assert outputs[name] == []
+    [error] = outputs["failing"]  # its definition did not run, and does not count
+    assert error.ename == "NameError"
     *streams, shown = outputs["train"]
     assert {stream.name for stream in streams} == {"stdout"}
     text = printed(streams)
@@ -98,7 +110,7 @@ def test_a_notebook_trains_loads_and_plots(run: Callable[..., Outputs]) -> None:
 @pytest.mark.long
 def test_a_failure_is_shown_once(run: Callable[..., Outputs], tmp_path: Path) -> None:
     """As the exception, with the worker's traceback."""
-    cells = {name: CELLS[name] for name in ("imports", "helper", "job")}
+    cells = {name: CELLS[name] for name in ("imports", "helper", "quick", "job")}
     *streams, error = run({**cells, "broken": BROKEN})["broken"]
     shown = "\n".join(error.traceback)
     assert error.ename == "MemberError"
@@ -115,7 +127,7 @@ def test_interrupting_the_kernel_stops_and_saves(
     run: Callable[..., Outputs], tmp_path: Path
 ) -> None:
     """As the stop button does; the next cells can go on with the run."""
-    cells = {name: CELLS[name] for name in ("imports", "helper", "job")}
+    cells = {name: CELLS[name] for name in ("imports", "helper", "quick", "job")}
     cells["long"] = (
         'mh.train(Mine(epochs=1000, pause_s=0.02), strategy="single", device="cpu", run_dir="run")'
     )

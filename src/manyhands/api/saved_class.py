@@ -18,6 +18,8 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
+import inspect
+import linecache
 import os
 import site
 import symtable
@@ -37,6 +39,7 @@ FUTURE = "from __future__ import annotations\n"
 MAX_CHARS = 10_000
 """Values with a longer text are data, and are refused."""
 
+PARSED_AS_CELL = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _scripts: dict[Path, str] = {}
 """Scripts as they were at their first training: a file may be edited while it runs."""
@@ -90,17 +93,17 @@ class _Collected:
     parts: dict[str, _Part] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._definitions: dict[str, tuple[tuple[int, int], Definition, str]] = {}
+        self._definitions: dict[str, list[tuple[int, Definition, str]]] = {}
         self._imported: dict[str, str] = {}
         for index, source in enumerate(self.sources):
             try:
-                body = ast.parse(source).body
+                body = compile(source, "cell", "exec", PARSED_AS_CELL).body
             except SyntaxError:
                 continue  # a cell that never ran
             for statement in body:
                 if isinstance(statement, Definition):
-                    at = (index, statement.lineno)
-                    self._definitions[statement.name] = (at, statement, source)
+                    found = (index, statement, source)
+                    self._definitions.setdefault(statement.name, []).append(found)
                 elif isinstance(statement, ast.Import | ast.ImportFrom):
                     self._imported |= _imports(statement, self.names.get("__package__"))
 
@@ -129,13 +132,13 @@ class _Collected:
         be saved."""
         nothing: tuple[set[str], set[str]] = set(), set()
         if getattr(value, "__module__", None) == "__main__" and name in self._definitions:
-            at, node, source = self._definitions[name]
+            index, node, source = self._definition(name, value)
             if isinstance(value, type):
                 for cls in value.__mro__:
                     if cls.__module__ == "__main__":
                         self._check_current(cls)
             text = _segment(source, node)
-            self.parts[name] = _Part(at, text)
+            self.parts[name] = _Part((index, node.lineno), text)
             return used_names(text), annotated_names(node)
         line = _import_of(name, value) or self._imported.get(name)
         if line is not None:
@@ -148,6 +151,11 @@ class _Collected:
             return None
         self.values[name] = f"{name} = {text_of_value}"
         return nothing
+
+    def _definition(self, name: str, value: Any) -> tuple[int, Definition, str]:
+        """Return the newest definition of a name that has run: a cell may have failed before."""
+        found, ran = self._definitions[name], _source_of(value)
+        return next((each for each in reversed(found) if each[2].strip() == ran), found[-1])
 
     def _check_current(self, cls: type) -> None:
         """Refuse a class that was defined anew since: its source may be gone."""
@@ -176,8 +184,8 @@ class _Collected:
         return JobError(
             f"{user} uses {name}, of type {type(value).__name__}, which can't be saved for the workers: only "
             "small values (numbers, texts, lists of them), imports, classes and functions can. Make it in a "
-            f"method of {self.cls.__name__}, such as data(); or make it a field; or write the job into a file, "
-            f'and train that:  mh.train("job.py:{self.cls.__name__}")'
+            f"method of {self.cls.__name__}, such as data(); or make it a field; or write the job into a "
+            f'file, and train that:  mh.train("job.py:{self.cls.__name__}")'
         )
 
     def text(self, origin: str) -> str:
@@ -244,6 +252,16 @@ def annotated_names(node: ast.AST) -> set[str]:
         for name in ast.walk(annotation)
         if isinstance(name, ast.Name)
     }
+
+
+def _source_of(value: Any) -> str | None:
+    """Return the source of the cell or script in which a function, or a method of a class, was defined."""
+    own = vars(value).values() if isinstance(value, type) else (value,)
+    for each in map(inspect.unwrap, own):
+        code = getattr(each, "__code__", None)
+        if code is not None and (lines := linecache.getlines(code.co_filename)):
+            return "".join(lines).strip()
+    return None
 
 
 def _segment(source: str, node: Definition) -> str:
