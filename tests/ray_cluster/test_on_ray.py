@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray_nodes import Nodes, need_ray, ray_nodes
 
+import manyhands as mh
 from manyhands.testing.conformance import assert_once_an_epoch
 from manyhands.testing.harness import (
     Finished,
@@ -20,6 +21,7 @@ from manyhands.testing.harness import (
     train,
     train_arguments,
 )
+from manyhands.testing.jobs import Regression
 from manyhands.testing.ports import reserve_port
 
 WIDE = 20_000
@@ -233,6 +235,14 @@ def test_a_cluster_of_its_own(tmp_path: Path) -> None:
     assert any("of this machine alone was started" in text for text in notices(done))
     assert any(f"{workers} workers share {workers - 1} cores" in text for text in notices(done))
     assert set(Path("/tmp").glob("mh-ray-*")) == before
+
+
+@pytest.mark.long
+def test_from_python(tmp_path: Path) -> None:
+    need_ray()
+    job = Regression(epochs=2)
+    result = mh.train(job, workers=2, on="ray=local", device="cpu", run_dir=tmp_path / "run")
+    assert (result.outcome, len(result.steps["loss"])) == ("finished", 14)
 
 
 @pytest.mark.long

@@ -89,7 +89,7 @@ class Options(TypedDict, total=False):
     chaos: str
     """Faults to inject, such as "kill worker every 10s"."""
     on: str
-    """Where members run: "local", or "ray"."""
+    """Where members run: "local", "ray", "ray=HOST:PORT" or "ray=local"."""
     wait: float
     """With on="ray": seconds to wait for free resources."""
     ray_placement: str
