@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from manyhands.api.options import Resolved
-from manyhands.api.training import ContinuedRun, how_to_train_longer, opened
+from manyhands.api.starts import ContinuedRun, how_to_train_longer, opened
 from manyhands.api.where import ResolvedCluster, find_cluster
 from manyhands.cli.options import add_training_flags, fit_debug, parse_set
 from manyhands.events import make_console

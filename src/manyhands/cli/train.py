@@ -9,7 +9,7 @@ from pathlib import Path
 
 from manyhands.api.job_source import job_source
 from manyhands.api.options import Resolved
-from manyhands.api.training import NewRun
+from manyhands.api.starts import NewRun
 from manyhands.api.where import ResolvedCluster, find_cluster, launching
 from manyhands.cli.options import add_training_flags, fit_debug, parse_set
 from manyhands.coordinator.driver import Driver
