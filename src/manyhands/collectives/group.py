@@ -21,8 +21,12 @@ the process, so sizes that depend on what a user wrote are compared first (`gath
 What one worker can see alone is checked in every call: tensors that are written to must be contiguous (gloo
 would write to the wrong places, without an error), and their sizes and dtypes must fit.
 
+Inside a host, workers on CPUs reduce through shared memory (`all_reduce`; shared_sums.py) and do everything
+else over gloo. `group.allocate(num_bytes)` returns memory in which that takes no copy.
+
 `group.bytes_sent` is what this worker has sent in it. With gloo on Linux the kernel counts it, so it includes
-all of gloo's own messages and TLS. NCCL does not tell; there it is computed from the operations.
+all of gloo's own messages and TLS. NCCL does not tell; there it is computed from the operations. What passes
+through shared memory is not sent.
 
 After an error, or after `cut`, a group can only be closed. An operation on a group whose peer is gone raises
 a RuntimeError for which `peer_lost` is true.
@@ -47,7 +51,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -55,8 +60,10 @@ from torch import Tensor
 
 from manyhands.collectives import gloo_tls
 from manyhands.collectives.connections import Connections, open_sockets
+from manyhands.collectives.shared_sums import SharedSums, SharedTable
 from manyhands.collectives.store_gather import gather, interruptible
-from manyhands.errors import ViewChanging
+from manyhands.collectives.sums import Reduction
+from manyhands.errors import LinkError, ViewChanging
 from manyhands.hosts.me import LINK_GRACE_S
 from manyhands.transport.keepalive import look_after
 
@@ -66,14 +73,15 @@ if TYPE_CHECKING:
     from manyhands.collectives.default_group import DefaultGroup
     from manyhands.hosts.me import Me
 
-Reduction = Literal["sum", "min", "max"]
-
 CONNECT_S = 5.0
 """Timeout of connecting. All workers of a view connect at the same moment, so it usually takes much less;
 after a timeout they try again."""
 
 COLLECTIVE_S = 1800.0
 """Timeout of a collective, unless the run has another."""
+
+MEMORY = "memory"
+"""Key in the store: the address of the shared memory."""
 
 _LOST = (
     "connection closed by peer",
@@ -129,8 +137,9 @@ class Group(ABC):
     def all_reduce(self, tensor: Tensor, *, op: Reduction = "sum", async_op: bool = False) -> Work:
         """Replace the tensor by the sum, minimum or maximum over all workers."""
         _check_writable("all_reduce", tensor)
-        # As in a ring, here and below.
-        self._computed_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
+        if not self._reduces_in_memory(tensor):
+            # As in a ring, here and below.
+            self._computed_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
         return _finish(self._all_reduce(tensor, op), async_op)
 
     def reduce_scatter(
@@ -195,6 +204,11 @@ class Group(ABC):
         self._check_peer("recv", "source", source)
         _check_writable("recv", tensor)
         return _finish(self._recv(tensor, source, tag), async_op)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return zeroed bytes on the group's device, in which tensors are reduced fastest. All workers call
+        it, with the same number. They belong to the group: others write to them until it is closed."""
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def barrier(self) -> None:
         """Wait until all workers are here."""
@@ -300,6 +314,10 @@ class Group(ABC):
     @abstractmethod
     def _split(self, ranks: list[int]) -> Group: ...
 
+    def _reduces_in_memory(self, tensor: Tensor) -> bool:
+        """Return whether an all-reduce of this tensor sends nothing."""
+        return False
+
     def _default_group(self, device: str) -> DefaultGroup:
         """Return torch's default group of these workers; the first time, make it."""
         raise RuntimeError(
@@ -343,7 +361,7 @@ class GroupLimits:
 
 
 class TorchGroup(Group):
-    """A group over gloo or NCCL."""
+    """A group over gloo, with all-reduce in shared memory where possible, or over NCCL."""
 
     def __init__(
         self,
@@ -355,12 +373,15 @@ class TorchGroup(Group):
         device: str = "cpu",
         limits: GroupLimits,
         check: Callable[[], None] = lambda: None,
+        memory: Path | None = None,
     ) -> None:
         """Connect to the other workers, which all do the same, with stores that lead to the same data.
 
         Args:
             device: The GPU of this worker, with NCCL.
             check: Called while this waits for others; may raise, to end the wait.
+            memory: If all workers should be on this host: a folder for sockets, on rank 0. They reduce in
+                shared memory, if each of them can attach to it. Given on all workers, or on none.
         """
         super().__init__(rank=rank, size=size, device=device if backend == "nccl" else "cpu")
         self.backend = backend
@@ -374,13 +395,16 @@ class TorchGroup(Group):
         """What was sent in splits that are closed."""
         self._num_splits: dict[tuple[int, ...], int] = {}
         self._made_default: DefaultGroup | None = None
+        self._folder = memory
         before = open_sockets() if backend == "gloo" else None
         connect_s = limits.gather_s + limits.connect_s
         try:
-            self._backend: Any = interruptible(self._connect, timeout_s=connect_s, check=check)
+            connected = interruptible(self._connect, timeout_s=connect_s, check=check)
         except TimeoutError as error:
             raise RuntimeError(f"timed out waiting for connections: {error}") from error
+        self._backend: Any = connected[0]
         self._connections = Connections(before)
+        self._shared = self._share(connected[1])
 
     @property
     def bytes_sent(self) -> int:
@@ -398,6 +422,8 @@ class TorchGroup(Group):
             look_after(self._all_connections, until=lambda: self._closed)
 
     def describe(self) -> str:
+        if self._shared is not None:
+            return "shared memory"
         name = self.backend
         if name == "gloo":
             if gloo_tls.in_use():
@@ -419,6 +445,16 @@ class TorchGroup(Group):
             with suppress(RuntimeError):
                 made.abort()
         self._connections.shut_down()
+        if self._shared is not None:
+            self._shared.wake_up()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        if self._shared is None:
+            return super().allocate(num_bytes)
+        try:
+            return self._shared.allocate(num_bytes)
+        except LinkError as error:
+            raise RuntimeError(f"connection closed by peer: {error}") from error
 
     def close(self) -> None:
         with self._lock:
@@ -432,12 +468,19 @@ class TorchGroup(Group):
             self._bytes_of_closed += default.bytes_sent
             default.close()
         self._connections.bytes_sent()  # while it can be counted
+        if self._shared is not None:
+            self._shared.close()
         # The last reference: its threads end here, without holding the interpreter's lock.
         self._backend = None
 
     # Operations ---------------------------------------------------------------------------------
 
+    def _reduces_in_memory(self, tensor: Tensor) -> bool:
+        return self._shared is not None and tensor.device.type == "cpu"
+
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
+        if self._shared is not None and self._reduces_in_memory(tensor):
+            return self._shared.all_reduce(tensor, op)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._begin("allreduce", [tensor], options)
@@ -474,8 +517,7 @@ class TorchGroup(Group):
         return self._timed(self._begin("recv", [_as_bytes(tensor)], source, tag))
 
     def _begin(self, name: str, *arguments: object) -> Work:
-        if self._cut:
-            raise GroupCut
+        self._check_cut()
         work: Work = getattr(self._backend, name)(*arguments)
         return work
 
@@ -500,6 +542,7 @@ class TorchGroup(Group):
             device=self.device,
             limits=self._limits,
             check=self._alive,
+            memory=self._folder if self._shared is not None else None,
         )
         with self._lock:
             closed = [each for each in self._splits if each._closed]
@@ -554,21 +597,61 @@ class TorchGroup(Group):
     def _alive(self) -> None:
         """Raise if this worker need not wait any longer for others to join a split, or the default group."""
         self._check()
-        if self._cut:
-            raise GroupCut
+        self._check_cut()
 
-    def _connect(self) -> Any:
+    def _connect(self) -> tuple[Any, SharedTable | None]:
+        """Return torch's group, and the shared memory, if all workers have attached to it."""
         limits, store = self._limits, self._store
         if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timedelta(seconds=limits.collective_s)
-            return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+            return dist.ProcessGroupNCCL(store, self.rank, self.size, options), None
+        table = self._offer_memory() if self.rank == 0 else None
         first = timedelta(seconds=min(limits.connect_s, limits.collective_s))
         made: Any = dist.ProcessGroupGloo(store, self.rank, self.size, timeout=first)
+        if self.rank > 0:  # rank 0 had made its offer before it connected
+            table = self._find_memory()
+        if table is not None:
+            table.here[self.rank] = 1
         # One that is connected and leaves at once would break the connections of those that are not, yet.
         made.barrier().wait()
         made._set_default_timeout(timedelta(seconds=limits.collective_s))
-        return made
+        if table is not None:
+            table.close()
+        return made, table if table is not None and table.reached(table.here, 1) else None
+
+    def _offer_memory(self) -> SharedTable | None:
+        if self._folder is None:
+            return None
+        table = None
+        with suppress(LinkError, OSError):
+            table = SharedTable.create(self._folder, size=self.size)
+        self._store.set(MEMORY, table.address if table is not None else "")
+        return table
+
+    def _find_memory(self) -> SharedTable | None:
+        if self._folder is None:
+            return None
+        with suppress(LinkError, OSError):
+            if address := self._store.get(MEMORY).decode():
+                return SharedTable.attach(address, size=self.size)
+        return None
+
+    def _share(self, table: SharedTable | None) -> SharedSums | None:
+        if table is None:
+            return None
+        return SharedSums(
+            table,
+            self._connections,
+            rank=self.rank,
+            size=self.size,
+            check=self._check_cut,
+            timeout_s=self._limits.collective_s,
+        )
+
+    def _check_cut(self) -> None:
+        if self._cut:
+            raise GroupCut
 
     def _all_connections(self) -> Iterator[socket.socket]:
         yield from self._connections

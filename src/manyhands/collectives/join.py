@@ -8,7 +8,7 @@ it is the launcher's.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,15 +17,15 @@ from manyhands.collectives import gloo_tls
 from manyhands.collectives.group import CONNECT_S, Group, GroupLimits, TorchGroup
 from manyhands.collectives.lone_worker import LoneWorker
 from manyhands.collectives.reachability import check_connections, check_view, exchange
-from manyhands.hosts.view import gpu_each
+from manyhands.hosts.view import gpu_each, shares_memory
 
 if TYPE_CHECKING:
     from manyhands.hosts.me import Me
     from manyhands.hosts.view import View
 
 
-def join_group(me: Me, view: View) -> Group:
-    """Connect to the other workers of a view.
+def join_group(me: Me, view: View, *, transport: Literal["auto", "tcp"] = "auto") -> Group:
+    """Connect to the other workers of a view. With `transport="tcp"` they share no memory.
 
     Raises ViewChanging if a newer view comes first. If a peer is lost, it raises an error of torch for which
     `peer_lost` is true.
@@ -59,6 +59,7 @@ def join_group(me: Me, view: View) -> Group:
         device=me.device,
         limits=limits,
         check=lambda: check_view(me),
+        memory=me.view_folder(view) if shares_memory(view) and transport == "auto" else None,
     )
     group.watch()
     return group

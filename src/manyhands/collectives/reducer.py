@@ -17,8 +17,9 @@ workers with a gradient. They are sent right after the last bucket, without wait
 
 A codec changes what a bucket is on the wire (compressed.py); without one it is an all-reduce.
 
-Requires only that all workers have the same parameters. Cost: one copy of each gradient, a few microseconds
-of Python per parameter, and the notes: one small all-reduce.
+Requires only that all workers have the same parameters. Cost: one copy of each gradient, unless its layer
+computes it in the bucket (`lend`), a few microseconds of Python per parameter, and the notes: one small
+all-reduce.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from manyhands.codecs.codec import PLAIN, Codec
 from manyhands.collectives.buckets import NOTES, in_buckets
 from manyhands.collectives.compressed import CompressedExchange
 from manyhands.collectives.group import Group, Work
+from manyhands.transport.shm import aligned
 
 
 @dataclass
@@ -82,10 +84,12 @@ class Reducer:
         codec: Codec = PLAIN,
     ) -> None:
         self._group = group
+        self._codec = codec
         self._exchange: Exchange = (
             PlainExchange(group) if codec.sums_on_wire else CompressedExchange(group, codec)
         )
         self._parameters = list(parameters)
+        self._numbers = {id(p): number for number, p in enumerate(self._parameters)}
         self._views: dict[int, Tensor] = {}
         self._bucket_of: dict[int, Bucket] = {}
         self.buckets = self._lay_out(bucket_bytes)
@@ -96,6 +100,8 @@ class Reducer:
         """Number of workers with a gradient, by parameter."""
         self._sent = 0
         self._sharing = True
+        self._lent: set[int] = set()
+        """Parameters whose gradient a layer computes directly in the bucket."""
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._arrived, number))
             for number, p in enumerate(self._parameters)
@@ -108,6 +114,7 @@ class Reducer:
     def begin(self) -> None:
         """Start a step: no gradient has arrived."""
         self._sent, self._notes_work = 0, None
+        self._lent.clear()
         self.sums.zero_()
         for bucket in self.buckets:
             bucket.missing = set(bucket.members)
@@ -128,6 +135,15 @@ class Reducer:
 
     def note(self, weight: float | Tensor, loss: float | Tensor) -> None:
         self._notes[0], self._notes[1] = weight, loss
+
+    def lend(self, weight: Tensor) -> Tensor | None:
+        """Return the place of a weight's gradient in its bucket, to compute it there (WeightsFirst)."""
+        number = self._numbers.get(id(weight))
+        # Once only: autograd adds up the gradients of several uses, and of several micro-batches.
+        if number is None or number in self._lent or weight.grad is not None:
+            return None
+        self._lent.add(number)
+        return self._views[number].detach()  # with no other reference, autograd keeps it as it is
 
     def finish(self) -> None:
         unused = [number for number, p in enumerate(self._parameters) if p.grad is None]
@@ -172,21 +188,31 @@ class Reducer:
 
     def _lay_out(self, bucket_bytes: int) -> list[Bucket]:
         sizes = [(p.dtype, p.numel() * p.element_size()) for p in self._parameters]
-        buckets = []
-        for members in in_buckets(sizes, bucket_bytes=bucket_bytes):
-            count = sum(self._parameters[n].numel() for n in members)
-            dtype = self._parameters[members[0]].dtype
-            device = self._parameters[members[0]].device
-            bucket = Bucket(torch.zeros(count, dtype=dtype, device=device), members)
+        members_of = in_buckets(sizes, bucket_bytes=bucket_bytes)
+        bytes_of = [sum(sizes[number][1] for number in members) for members in members_of]
+        memory = self._allocate(sum(aligned(num_bytes) for num_bytes in bytes_of))
+        buckets, used = [], 0
+        for members, num_bytes in zip(members_of, bytes_of, strict=True):
+            flat = memory[used : used + num_bytes].view(self._parameters[members[0]].dtype)
+            used += aligned(num_bytes)
+            bucket = Bucket(flat, members)
             start = 0
             for number in members:
                 p = self._parameters[number]
                 # Strides of the parameter: optimizers are faster where both have the same layout.
-                self._views[number] = bucket.flat.as_strided(p.shape, _strides(p), start)
+                self._views[number] = bucket.flat.as_strided(
+                    p.shape, _strides(p), bucket.flat.storage_offset() + start
+                )
                 self._bucket_of[number] = bucket
                 start += p.numel()
             buckets.append(bucket)
         return buckets
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        if device.type == "cpu" and self._codec.sums_on_wire:
+            return self._group.allocate(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

@@ -34,6 +34,11 @@ def gpu_each(workers: Collection[Seat]) -> bool:
     return len(gpus) == len(workers) > 0
 
 
+def shares_memory(view: View) -> bool:
+    """Return whether workers can exchange tensors in shared memory: all are on one host, and on CPUs."""
+    return view.one_host and all(seat.device == "cpu" for seat in view.workers)
+
+
 @dataclass(frozen=True)
 class View:
     """The members of a run, from one change of the membership to the next."""

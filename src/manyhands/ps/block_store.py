@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from manyhands.collectives.sums import add_in_order
 from manyhands.compute.param_groups import like, settings_in
 from manyhands.compute.schedule import position
 from manyhands.compute.train_state import TrainState, multiplied_lr
@@ -303,19 +304,8 @@ def add_up(
 ) -> None:
     """Set `sums` to the sum of the sources, each times its coefficient, added in order."""
     for span in spans:
-        total = span.of(sums)
         parts = [span.of(source) for source in sources]
-        if len(parts) > 1 and coefficients[0] == coefficients[1] == 1.0:
-            torch.add(parts[0], parts[1], out=total)
-            done = 2
-        elif coefficients[0] == 1.0:
-            total.copy_(parts[0])
-            done = 1
-        else:
-            torch.mul(parts[0], coefficients[0], out=total)
-            done = 1
-        for part, coefficient in zip(parts[done:], coefficients[done:], strict=True):
-            total.add_(part, alpha=coefficient)
+        add_in_order(parts, coefficients, into=span.of(sums))
 
 
 def scale(sums: FlatTensors, spans: Sequence[Span], factor: float) -> None:

@@ -26,12 +26,13 @@ from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.config import ParameterServer
 from manyhands.ps.model_layout import layout_of, pieces_of
 from manyhands.ps.protocol import SPARSE_BYTES
-from manyhands.ps.rounds import Doorbell, RoundTable
+from manyhands.ps.rounds import RoundTable
 from manyhands.ps.rows import RowServerState
 from manyhands.ps.server import Server, ServerEvents, ServerView
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.transports import PsTransport, choose_transport
 from manyhands.transport import Limits, Link
+from manyhands.transport.counters import Doorbell
 
 logger = logging.getLogger("manyhands.ps")
 

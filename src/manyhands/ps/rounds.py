@@ -13,26 +13,16 @@ also a server does the server's part itself instead of waiting.
               sum's buffer is free
 
 Cost per step: two or three barriers, each with about one datagram per member, whatever the number of blocks.
-
-Memory order. Counters are 8 bytes at multiples of 8, so x86-64 and arm64 load and store them whole. A
-counter is written with release semantics and read with acquire semantics: a process that sees a round's
-number also sees the gradients, sums and parameters written before it. To complete a count, a member stores
-its own counter and then loads the others'. These two must not be reordered: otherwise two members could each
-miss the other's store, and neither would ring. Python has no fences; `RoundTable._fence` builds a full one
-from a lock.
+Counters and doorbells: transport/counters.py.
 """
 
 from __future__ import annotations
 
-import select
-import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import accumulate, pairwise
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from manyhands.errors import LinkTimeout
@@ -43,33 +33,30 @@ from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.updates import UpdateExchange, UpdatePipeline, apply_replica
 from manyhands.threads import OnError, start_thread
+from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Counters, Doorbell
 from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
     from manyhands.contract import StepReport
 
-LOOK_S = 0.2
-"""Interval at which a waiting member checks that the view is still valid."""
 SHORT_S = 0.001
 """Interval at which a server checks whether a sum's buffer is free; see `RoundTable.patience_s`."""
 _PUSH = struct.Struct("=5q4d")
 """Fields: step, part, share (numerator and denominator), ticks, samples, total, lr_factor, loss."""
 
 
-class RoundTable:
+class RoundTable(Counters):
     """Progress of each member, as round numbers, and the workers' contributions, in shared memory."""
 
     def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:
+        super().__init__()
         self.workers, self.servers = list(workers), list(servers)
         self._segment = segment
-        self._lock = threading.Lock()
-        memory: Any = segment.memory
-        ends = [0, *accumulate(8 * count for count in (len(workers), *[len(servers)] * 5, 1))]
-        columns = [memory[a:b] for a, b in pairwise(ends)]
-        self.pushed, self.measured, self.summed = (each.cast("q") for each in columns[:3])
-        self.applied, self.taken = (each.cast("q") for each in columns[3:5])
-        self.norm, self.ticks = columns[5].cast("d"), columns[6].cast("q")
-        self._pushes = memory[ends[-1] :]
+        sizes = [len(workers), *[len(servers)] * 5, 1]
+        columns = self.columns(segment.memory, sizes)
+        self.pushed, self.measured, self.summed, self.applied, self.taken = columns[:5]
+        self.norm, self.ticks = columns[5].cast("B").cast("d"), columns[6]
+        self._pushes = segment.memory[COUNTER_BYTES * sum(sizes) :]
 
     @property
     def address(self) -> str:
@@ -81,7 +68,8 @@ class RoundTable:
 
     @classmethod
     def create(cls, workers: Sequence[str], servers: Sequence[str]) -> RoundTable:
-        nbytes = len(workers) * (8 + _PUSH.size) + len(servers) * 5 * 8 + 8
+        counters = len(workers) + 5 * len(servers) + 1
+        nbytes = COUNTER_BYTES * counters + _PUSH.size * len(workers)
         return cls(Segment.create(nbytes, label="manyhands-rounds"), workers, servers)
 
     @classmethod
@@ -106,84 +94,10 @@ class RoundTable:
             loss=loss,
         )
 
-    def announce(self, column: memoryview, i: int, number: int) -> bool:
-        """Set a counter (release), then return whether all counters of the column have reached it."""
-        self.store(column, i, number)
-        self._fence()  # store the own counter before loading the others
-        return self.reached(column, number)
-
-    def store(self, column: memoryview, i: int, number: int) -> None:
-        """Set a counter, with release semantics."""
-        self._fence()
-        column[i] = number
-
-    def load(self, column: memoryview, i: int) -> int:
-        """Read a counter, with acquire semantics."""
-        number = int(column[i])
-        self._fence()
-        return number
-
-    def reached(self, column: memoryview, number: int) -> bool:
-        """Return whether all counters of the column have reached the number; if true, acquires."""
-        if min(column, default=number) < number:
-            return False
-        self._fence()
-        return True
-
     def patience_s(self, number: int) -> float:
         """Return the timeout of one wait for the doorbell. It is short once all workers have pushed: a server
         may then wait for a sum's buffer that a replica still reads, and freeing it rings no doorbell."""
         return SHORT_S if self.reached(self.pushed, number) else LOOK_S
-
-    def _fence(self) -> None:
-        """Issue a full memory fence: no load or store is reordered across it, in either direction.
-
-        On x86-64, acquiring a lock is a locked instruction, which is a full fence. On arm64, a lock is
-        acquired with a load-acquire and released with a store-release, and these two are never reordered
-        with each other (they are RCsc). So everything before the first release stays before everything
-        after the second acquire. Costs about 0.1 us; the lock is never contended for long.
-        """
-        with self._lock:
-            pass
-        with self._lock:
-            pass
-
-
-class Doorbell:
-    """Datagram socket that wakes one member."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self._path = self._path_of(name)
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._sock.setblocking(False)
-        with suppress(FileNotFoundError):
-            Path(self._path).unlink()
-        self._sock.bind(self._path)
-        self._poll = select.poll()
-        self._poll.register(self._sock, select.POLLIN)
-        self.name = name
-
-    def ring(self, names: Iterable[str]) -> None:
-        """Wake other members. Errors are ignored: a full or missing doorbell needs no ring."""
-        for name in names:
-            with suppress(OSError):
-                self._sock.sendto(b"!", self._path_of(name))
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait for a ring or the timeout. The ring may be for an event that was handled long ago."""
-        if self._poll.poll(timeout_s * 1000):
-            with suppress(OSError):
-                for _ in range(64):  # bounded, so that endless rings can't block this member
-                    self._sock.recv(16)
-
-    def close(self) -> None:
-        self._sock.close()
-        with suppress(OSError):
-            Path(self._path).unlink()
-
-    def _path_of(self, name: str) -> str:
-        return f"{self._folder}/bell-{name}"
 
 
 class RoundServer(UpdateExchange):

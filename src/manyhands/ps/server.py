@@ -62,7 +62,7 @@ from manyhands.ps.protocol import (
     Wake,
 )
 from manyhands.ps.recovery_plan import RecoveryPlan
-from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable
+from manyhands.ps.rounds import RoundServer, RoundTable
 from manyhands.ps.rows import ColocatedRows
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.sessions import InboxItem, Peer, WorkerSession, WorkerSessions, check_push
@@ -76,6 +76,7 @@ from manyhands.ps.view_change import Message as ViewChangeMessage
 from manyhands.ps.view_change import PeerDialed, ViewChange
 from manyhands.threads import OnError, start_thread, start_timer
 from manyhands.transport import Link, Listener
+from manyhands.transport.counters import Doorbell
 from manyhands.transport.fields import kind_of
 from manyhands.transport.link import pack as pack_frame
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, ClassVar
 from manyhands.embeddings.modules import RowModel, bind
 from manyhands.ps.block_store import FlatTensors
 from manyhands.ps.remote_tables import RemoteTables
-from manyhands.ps.rounds import Doorbell, RoundTable
+from manyhands.ps.rounds import RoundTable
 from manyhands.ps.row_pushes import OwnRows, RemoteRows, RowPushes, SharedRows
 from manyhands.ps.rows import RowServerState, SharedRowState
 from manyhands.ps.server_state import ServerState, SharedServerState
+from manyhands.transport.counters import Doorbell
 
 if TYPE_CHECKING:
     from manyhands.hosts.view import View

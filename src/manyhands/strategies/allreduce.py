@@ -76,6 +76,8 @@ class AllReduce(Strategy):
     """Where the rows of sparse tables are. `replicated`: every worker has a copy and makes the same updates.
     `shared`: the workers of a host share one copy, which each changes without waiting."""
 
+    transport: Literal["auto", "tcp"] = "auto"
+    """`auto`: workers of one host reduce in shared memory on CPUs. `tcp`: always over the network."""
     tls: bool = False
     """If true, gradients between workers are encrypted; torch's gloo must be built with TLS."""
     codec: Codec = field(default=PLAIN, kw_only=True)
@@ -217,7 +219,7 @@ class AllReduceLearner(Learner):
         from manyhands.collectives.state_sync import agree
         from manyhands.compute.gradients import WeightsFirst
 
-        self._group = join_group(self.me, view)
+        self._group = join_group(self.me, view, transport=self._config.transport)
         known = agree(
             self._group,
             *(self.train_state, self._with_shared_state),
@@ -233,11 +235,10 @@ class AllReduceLearner(Learner):
         self._parameters = [p for p in self.train_state.model.parameters() if p.requires_grad]
         whole = sum(p.numel() * p.element_size() for p in self._parameters)
         bucket_bytes = self._config.bucket_bytes(whole, one_host=view.one_host)
-        if not view.one_host:
-            self._weights_first = WeightsFirst(self.train_state.model)
         self._reducer = Reducer(
             self._group, self._parameters, bucket_bytes=bucket_bytes, codec=self._config.codec
         )
+        self._weights_first = WeightsFirst(self.train_state.model, memory=self._reducer.lend)
         if self.train_state.tables.specs:
             from manyhands.collectives.table_sync import ReplicatedTables, SharedTables
 

@@ -21,8 +21,9 @@ from manyhands.embeddings.table_stores import EVICT_EVERY, TableStores
 from manyhands.ps.block_store import squared_norm
 from manyhands.ps.mode import PsMode
 from manyhands.ps.policies import Contribution, SyncPolicy
-from manyhands.ps.rounds import Doorbell, RoundServer, RoundTable, RoundWorker
+from manyhands.ps.rounds import RoundServer, RoundTable, RoundWorker
 from manyhands.ps.rows import ReceivedGrads, SharedRowState
+from manyhands.transport.counters import Doorbell
 from manyhands.transport.shm import Segment
 
 CLIP_NORM = 0.5
