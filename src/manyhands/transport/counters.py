@@ -14,6 +14,7 @@ store, and neither would ring. Python has no fences; `Counters.fence` builds a f
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -93,15 +94,16 @@ class Doorbell:
         self._sock.bind(self._path)
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
-        self._watched: list[socket.socket] = []
+        self._watched: list[int] = []
+        """Descriptors."""
         self.name = name
 
     def watch(self, connections: Iterable[socket.socket]) -> None:
         """Have these connections to other members end a wait, too, when their other end is closed."""
         for connection in connections:
-            own = connection.dup()
-            self._watched.append(own)
-            self._poll.register(own, select.POLLRDHUP)
+            # Not connection.dup(): that makes the connection blocking, also for its owner.
+            self._watched.append(os.dup(connection.fileno()))
+            self._poll.register(self._watched[-1], select.POLLRDHUP)
 
     def ring(self, names: Iterable[str]) -> None:
         """Wake other members. Errors are ignored: a full or missing doorbell needs no ring."""
@@ -123,8 +125,9 @@ class Doorbell:
         return ended
 
     def close(self) -> None:
-        for each in (self._sock, *self._watched):
-            each.close()
+        self._sock.close()
+        while self._watched:
+            os.close(self._watched.pop())
         with suppress(OSError):
             Path(self._path).unlink()
 
