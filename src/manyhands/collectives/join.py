@@ -8,12 +8,13 @@ it is the launcher's.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from manyhands.collectives import gloo_tls
+from manyhands.collectives.costs import Transport
 from manyhands.collectives.group import CONNECT_S, Group, GroupLimits, TorchGroup
 from manyhands.collectives.lone_worker import LoneWorker
 from manyhands.collectives.reachability import check_connections, check_view, exchange
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from manyhands.hosts.view import View
 
 
-def join_group(me: Me, view: View, *, transport: Literal["auto", "tcp"] = "auto") -> Group:
+def join_group(me: Me, view: View, *, transport: Transport = "auto") -> Group:
     """Connect to the other workers of a view. With `transport="tcp"` they share no memory.
 
     Raises ViewChanging if a newer view comes first. If a peer is lost, it raises an error of torch for which

@@ -37,6 +37,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from manyhands.collectives.costs import NUM_SLOTS, SLOT_BYTES, SMALL_BYTES
 from manyhands.collectives.sums import Reduction, reduce_in_order
 from manyhands.errors import LinkError
 from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Counters, Doorbell
@@ -45,12 +46,6 @@ from manyhands.transport.shm import Segment, aligned
 if TYPE_CHECKING:
     import socket
 
-NUM_SLOTS = 16
-"""Operations that may be open at once."""
-SLOT_BYTES = 256 << 10
-"""Bytes of a tensor that pass through a slot at once."""
-SMALL_BYTES = 32 << 10
-"""Up to here, reading all of every tensor is faster than a second wait."""
 BLOCK_BYTES = 256 << 10
 """Bytes that are added up before their sums are written to the other tensors: they stay in the cache."""
 LINE = 64

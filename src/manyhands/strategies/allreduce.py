@@ -1,14 +1,16 @@
 """Synchronous all-reduce: every worker has the whole model, and gradients are summed over all workers.
 
 Each worker computes the gradients of its share of the batch. They are summed while backward still runs
-(collectives/reducer.py), over NCCL or gloo, and every worker makes the same update. The result is that of one
-worker with the whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
+(collectives/reducer.py): on CPUs inside a host in shared memory, otherwise over NCCL or gloo. Every worker
+makes the same update. The result is that of one worker with the whole batch. (Ring all-reduce: Patarasuk and
+Yuan, 2009.)
 
 When a worker dies, the others keep their process and their weights. In the next view they compare their last
 steps: a worker that missed an update, or is new, gets the state from one that has it
 (collectives/state_sync.py). The interrupted step is done again.
 
-Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, in 2 (n-1) messages per bucket.
+Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, through memory or in 2 (n-1) messages
+per bucket.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from manyhands.codecs.codec import PLAIN, Codec
 from manyhands.collectives.buckets import NOTES, in_buckets, part_of
+from manyhands.collectives.costs import SMALL_BYTES, Transport, all_reduce, slots
 from manyhands.contract import (
     WHOLE,
     AppliedPart,
@@ -38,7 +41,6 @@ from manyhands.costs import (
     all_gather,
     all_to_all,
     replicated_model,
-    ring,
     scaled,
 )
 from manyhands.errors import ManyhandsError, PeerLost, SpecError, ViewChanging
@@ -77,7 +79,7 @@ class AllReduce(Strategy):
     `shared`: the workers of a host share one copy, which each changes without waiting."""
 
     transport: Literal["auto", "tcp"] = "auto"
-    """`auto`: workers of one host reduce in shared memory on CPUs. `tcp`: always over the network."""
+    """`auto`: the workers of a host reduce in shared memory, on CPUs. `tcp`: always over the network."""
     tls: bool = False
     """If true, gradients between workers are encrypted; torch's gloo must be built with TLS."""
     codec: Codec = field(default=PLAIN, kw_only=True)
@@ -123,9 +125,10 @@ class AllReduce(Strategy):
 
     def traffic(self, facts: CostFacts, view: View) -> Sequence[Transfer]:
         workers, model = [seat.name for seat in view.workers], facts.model
+        transport = self.reduces_over
         found: list[Transfer] = []
         if model.weighted:
-            found += ring(workers, 8, "weights", after=0.0)
+            found += all_reduce(view, 8, "weights", transport=transport, after=0.0)
         for dtype_bytes in model.buffers.values():  # each worker but the first receives them once
             found += (Transfer(workers[0], to, dtype_bytes, "buffers", 0.0) for to in workers[1:])
         sizes = [(p.dtype, p.num_bytes) for p in model.trained]
@@ -135,13 +138,13 @@ class AllReduce(Strategy):
             after = model.complete_after[parameters[-1].name]
             if self.codec.sums_on_wire:
                 num_bytes = sum(p.num_bytes for p in parameters)
-                found += ring(workers, num_bytes, "gradients", after=after)
+                found += all_reduce(view, num_bytes, "gradients", transport=transport, after=after)
             else:
                 numel = sum(p.numel for p in parameters)
                 part_bytes = self.codec.wire_bytes(part_of(numel, workers=len(workers)))
                 found += all_to_all(workers, part_bytes, "gradients", after=after)
                 found += all_gather(workers, part_bytes, "sums of gradients")
-        found += ring(workers, 8 * (NOTES + len(sizes)), "notes")
+        found += all_reduce(view, 8 * (NOTES + len(sizes)), "notes", transport=transport)
         if self.tables == "replicated":
             for table in model.tables:
                 rows = table.rows_in(facts.batch_size / len(workers))
@@ -154,7 +157,14 @@ class AllReduce(Strategy):
         if not self.codec.sums_on_wire and facts.workers > 1:
             numel = sum(p.numel for p in facts.model.trained)
             uses.append(MemoryUse("worker", "encoded gradients", 2 * self.codec.wire_bytes(numel)))
+        notes = 8 * (NOTES + len(facts.model.trained))
+        uses += slots(facts, max(notes, SMALL_BYTES), transport=self.reduces_over)
         return uses
+
+    @property
+    def reduces_over(self) -> Transport:
+        """The transport of sums. What a codec makes smaller is sent, also inside a host."""
+        return self.transport if self.codec.sums_on_wire else "tcp"
 
     def build(self, context: Context) -> Learner:
         return AllReduceLearner(self, context)
@@ -219,7 +229,7 @@ class AllReduceLearner(Learner):
         from manyhands.collectives.state_sync import agree
         from manyhands.compute.gradients import WeightsFirst
 
-        self._group = join_group(self.me, view, transport=self._config.transport)
+        self._group = join_group(self.me, view, transport=self._config.reduces_over)
         known = agree(
             self._group,
             *(self.train_state, self._with_shared_state),

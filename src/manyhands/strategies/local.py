@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
+from manyhands.collectives.costs import all_reduce, slots
 from manyhands.contract import (
     WHOLE,
     AppliedPart,
@@ -39,7 +40,7 @@ from manyhands.contract import (
     Strategy,
     Traits,
 )
-from manyhands.costs import CHECKPOINTS, CostFacts, MemoryUse, Transfer, replicated_model, ring
+from manyhands.costs import CHECKPOINTS, CostFacts, MemoryUse, Transfer, replicated_model
 from manyhands.errors import SpecError
 from manyhands.pairs import OWN_LOOP, ROW_MODEL, TABLES, Unsupported
 
@@ -67,6 +68,8 @@ class Local(Strategy):
     moments: Literal["keep", "average", "reset"] = "keep"
     """What an average does to the state of the optimizers, such as momentum. `keep`: each worker keeps its
     own. `average`: it is averaged, too. `reset`: it begins anew."""
+    transport: Literal["auto", "tcp"] = "auto"
+    """`auto`: the workers of a host average in shared memory, on CPUs. `tcp`: always over the network."""
 
     @property
     def traits(self) -> Traits:
@@ -109,7 +112,10 @@ class Local(Strategy):
         averaged = model.gradient_bytes + sum(n for d, n in model.buffers.items() if _floats(d))
         if self.moments == "average" and model.state_bytes is not None:
             averaged += model.state_bytes
-        found = [*ring(workers, averaged // self.every, "weights"), *ring(workers, 16, "notes")]
+        found = [
+            *all_reduce(view, averaged // self.every, "weights", transport=self.transport),
+            *all_reduce(view, 16, "notes", transport=self.transport),
+        ]
         for dtype, num_bytes in model.buffers.items():
             if not _floats(dtype):
                 each = num_bytes // self.every
@@ -123,7 +129,8 @@ class Local(Strategy):
             averaged = averaged if moments is None else averaged + moments
         elif self.moments == "keep":
             uses.append(MemoryUse("worker", CHECKPOINTS, moments, "host"))
-        return [*uses, MemoryUse("worker", "average", averaged)]
+        exchange = slots(facts, model.gradient_bytes, transport=self.transport)
+        return [*uses, MemoryUse("worker", "average", averaged), *exchange]
 
     def build(self, context: Context) -> Learner:
         return LocalLearner(self, context)
@@ -328,7 +335,7 @@ class LocalLearner(Learner):
 
         self.close()
         with self._collective():
-            group = self._group = join_group(self.me, view)
+            group = self._group = join_group(self.me, view, transport=self._config.transport)
             self._agree(group)
         self._agreed, self._sent_before = True, group.bytes_sent
         rescued, self._unreported = self._unreported, None

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,8 +61,10 @@ def wait_in(kind: str, group: Group) -> None:
     operations[kind]()
 
 
-def carry_out(kind: str, store: dist.Store, rank: int) -> dict[str, Any]:
-    everyone: Group = TorchGroup(store, rank=rank, size=4, limits=LIMITS)
+def carry_out(
+    kind: str, store: dist.Store, rank: int, memory: Path | None = None
+) -> dict[str, Any]:
+    everyone: Group = TorchGroup(store, rank=rank, size=4, limits=LIMITS, memory=memory)
     trio = everyone.split([1, 2, 3]) if rank >= 1 else everyone
     pair = trio.split([1, 2]) if rank >= 2 else trio
     if rank == ABSENT:
@@ -103,9 +106,11 @@ def main() -> None:
     rank, place = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     store = dist.FileStore(place, 4)
+    memory = Path(sys.argv[3]) if sys.argv[3:] else None
     kept: Any = None
     for number, line in enumerate(sys.stdin):
-        kept = carry_out(json.loads(line), dist.PrefixStore(str(number), store), rank)
+        prefixed = dist.PrefixStore(str(number), store)
+        kept = carry_out(json.loads(line), prefixed, rank, memory)
         print(json.dumps({} if rank == ABSENT else kept), flush=True)
     del kept
 

@@ -145,13 +145,16 @@ def _numbers(tensor: Tensor) -> list[Any]:
 
 
 class Workers:
-    """Processes that form gloo groups and carry out programs."""
+    """Processes that form gloo groups, with shared memory if wanted, and carry out programs."""
 
-    def __init__(self, size: int, folder: Path) -> None:
+    def __init__(self, size: int, folder: Path, *, memory: bool = False) -> None:
         self.size = size
         self._processes = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(size), str(folder / "store")],
+                [
+                    *(sys.executable, __file__, str(rank), str(size), str(folder / "store")),
+                    *([str(folder)] if memory else []),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -180,8 +183,8 @@ class Workers:
 
 
 @contextmanager
-def workers(size: int, folder: Path) -> Iterator[Workers]:
-    started = Workers(size, folder)
+def workers(size: int, folder: Path, *, memory: bool = False) -> Iterator[Workers]:
+    started = Workers(size, folder, memory=memory)
     try:
         yield started
     finally:
@@ -197,7 +200,9 @@ def main() -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(place, size)
     limits = GroupLimits(gather_s=60.0, connect_s=30.0, collective_s=60.0)
-    group = TorchGroup(store, rank=rank, size=size, limits=limits)
+    memory = Path(sys.argv[4]) if sys.argv[4:] else None
+    group = TorchGroup(store, rank=rank, size=size, limits=limits, memory=memory)
+    assert group.describe().startswith("shared memory" if memory else "gloo")
     assert not dist.is_initialized()
     for line in sys.stdin:
         program = [Operation(**{**each, "on": tuple(each["on"])}) for each in json.loads(line)]

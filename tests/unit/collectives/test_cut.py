@@ -35,10 +35,13 @@ def end(processes: Workers) -> None:
         process.communicate()
 
 
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
-    store = tmp_path_factory.mktemp("cut") / "store"
-    started = [start(rank, store) for rank in range(4)]
+@pytest.fixture(scope="module", params=["gloo", "memory"])
+def four(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Workers]:
+    folder = tmp_path_factory.mktemp("cut")
+    memory = [folder] if request.param == "memory" else []
+    started = [start(rank, folder / "store", *memory) for rank in range(4)]
     yield started
     end(started)
 

@@ -1,4 +1,4 @@
-"""Every operation of a group, over gloo in real processes and between threads."""
+"""Every operation of a group, over gloo and in shared memory in real processes, and between threads."""
 
 from __future__ import annotations
 
@@ -35,11 +35,16 @@ EVERYTHING = [
 ]
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
-def gloo(
+@pytest.fixture(
+    scope="module",
+    params=["gloo-1", "gloo-2", "gloo-3", "memory-2", "memory-3"],
+)
+def processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workers]:
-    with workers(request.param, tmp_path_factory.mktemp("gloo")) as started:
+    kind, size = request.param.split("-")
+    folder = tmp_path_factory.mktemp(kind)
+    with workers(int(size), folder, memory=kind == "memory") as started:
         yield started
 
 
@@ -84,13 +89,13 @@ def expected(size: int) -> list[list[list[Any]]]:
     return results
 
 
-def test_every_operation_over_gloo(gloo: Workers) -> None:
-    assert gloo.execute(EVERYTHING) == expected(gloo.size)
+def test_every_operation_between_processes(processes: Workers) -> None:
+    assert processes.execute(EVERYTHING) == expected(processes.size)
 
 
-def test_a_split_may_be_closed_at_once(gloo: Workers) -> None:
+def test_a_split_may_be_closed_at_once(processes: Workers) -> None:
     """Also by a worker that is connected before the others are."""
-    assert gloo.execute([Operation("form")] * 100) == [[[]] * 100] * gloo.size
+    assert processes.execute([Operation("form")] * 100) == [[[]] * 100] * processes.size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -132,9 +137,9 @@ def programs(size: int) -> st.SearchStrategy[list[Operation]]:
 
 @given(data=st.data())
 @settings(max_examples=25)
-def test_both_implementations_agree_on_any_program(gloo: Workers, data: st.DataObject) -> None:
-    program = data.draw(programs(gloo.size))
-    assert gloo.execute(program) == in_threads(gloo.size, program)
+def test_both_implementations_agree_on_any_program(processes: Workers, data: st.DataObject) -> None:
+    program = data.draw(programs(processes.size))
+    assert processes.execute(program) == in_threads(processes.size, program)
 
 
 def of_two(work: Callable[[Group], object]) -> None:

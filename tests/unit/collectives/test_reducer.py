@@ -11,6 +11,7 @@ import pytest
 
 COMMON = """
 import sys, threading, time, os
+from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from manyhands.collectives.reducer import Reducer
@@ -18,7 +19,10 @@ from manyhands.collectives.group import GroupLimits, TorchGroup
 
 rank, world, place = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 limits = GroupLimits(gather_s=60, connect_s=60, collective_s=100)
-group = TorchGroup(dist.FileStore(place, world), rank=rank, size=world, limits=limits)
+memory = Path(place).parent if "memory" in sys.argv else None
+group = TorchGroup(
+    dist.FileStore(place, world), rank=rank, size=world, limits=limits, memory=memory)
+assert (group.describe() == "shared memory") == ("memory" in sys.argv)
 """
 
 SUMS = (
@@ -212,9 +216,12 @@ def run(code: str, folder: Path, *arguments: str, world: int) -> list[str]:
     return [out.strip() for out, _ in said]
 
 
+@pytest.mark.parametrize("through", ["gloo", "memory"])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_every_worker_gets_the_sum_of_all_gradients(world: int, tmp_path: Path) -> None:
-    assert run(SUMS, tmp_path, world=world) == ["same"] * world
+def test_every_worker_gets_the_sum_of_all_gradients(
+    world: int, through: str, tmp_path: Path
+) -> None:
+    assert run(SUMS, tmp_path, through, world=world) == ["same"] * world
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
