@@ -15,8 +15,8 @@ Others write only to shared memory, never to a tensor of this process. So after 
 leave at different moments: what is half done is in the memory of the old group, which nobody uses again.
 
 A wait ends when the group is cut, when a connection to another worker ends (its process is dead, or has cut
-the group), and after a timeout. The memory has no name (transport/shm.py), and its descriptors are closed
-as soon as all workers have mapped it: the kernel frees it with the last of them.
+the group), and after a timeout. The memory has no name (transport/shm.py): the kernel frees it with the
+last process that has mapped it, however that ends.
 
 Cost: two waits for each other, whatever the number of tensors that were begun before them; each worker reads
 the tensor's bytes and writes as many. Measured on two cores, 8 bytes take about 35 us (gloo: 140 us), and

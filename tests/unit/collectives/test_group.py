@@ -37,7 +37,7 @@ EVERYTHING = [
 
 @pytest.fixture(
     scope="module",
-    params=["gloo-1", "gloo-2", "gloo-3", "memory-2", "memory-3"],
+    params=["gloo-1", "gloo-2", "gloo-3", "memory-3"],
 )
 def processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
