@@ -65,7 +65,7 @@ def test_the_console_shows_the_course_of_a_run(done: harness.Finished) -> None:
     for fact in (
         "allreduce, 2 workers",
         "98 samples",
-        "gloo on lo",
+        "2 x cpu (1 thread), shared memory",
         "35 steps of 16",
         "finished in",
     ):

@@ -22,7 +22,7 @@ def bytes_of_a_step(strategy: str, workers: int, run: Path) -> float:
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_int8_sends_about_a_quarter_of_the_bytes(workers: int, tmp_path: Path) -> None:
-    plain = bytes_of_a_step("allreduce", workers, tmp_path / "plain")
+    plain = bytes_of_a_step("allreduce(transport=tcp)", workers, tmp_path / "plain")
     coded = bytes_of_a_step("allreduce + int8", workers, tmp_path / "coded")
     assert 0.25 < coded / plain < 0.27
 

@@ -6,11 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from manyhands.testing.cost_trial import MEMORY, TRAFFIC, CostCase, memory, traffic
+from manyhands.testing.cost_trial import (
+    MEMORY,
+    THROUGH_MEMORY,
+    TRAFFIC,
+    CostCase,
+    memory,
+    traffic,
+)
 
 WITHIN = 0.05
 SHORT = {
-    "allreduce x2",
+    "allreduce(transport=tcp) x2",
     "ps:sync(transport=tcp) x3 GatedRows",
     "ps:async(transport=tcp) x3",
 }
@@ -30,6 +37,13 @@ def marked(cases: tuple[CostCase, ...], short: set[str]) -> list[object]:
 def test_bytes_of_a_step_are_as_forecast(case: CostCase, tmp_path: Path) -> None:
     found = traffic(case, tmp_path)
     assert found.forecast == pytest.approx(found.measured, rel=WITHIN)
+
+
+@pytest.mark.parametrize("case", marked(THROUGH_MEMORY, {"allreduce x2"}))
+def test_what_passes_through_memory_is_not_sent(case: CostCase, tmp_path: Path) -> None:
+    found = traffic(case, tmp_path)
+    assert found.forecast == 0
+    assert found.measured < 1000  # of a gradient of 2 MB
 
 
 @pytest.mark.parametrize("case", marked(MEMORY, SHORT_MEMORY))

@@ -25,6 +25,10 @@ SHORT = "what it waits for has deadlines of its own"
 REASONS = {
     "collectives/compressed.py": {"each.work.wait()": OPERATION},
     "collectives/group.py": {"made.barrier().wait()": OPERATION, "work.wait()": OPERATION},
+    "collectives/shared_sums.py": {
+        "self.all_reduce(torch.zeros(1), 'sum').wait()": OPERATION,
+        "self.all_reduce(where, 'sum').wait()": OPERATION,
+    },
     "collectives/reducer.py": {"self._notes_work.wait()": OPERATION, "work.wait()": OPERATION},
     "collectives/state_transfer.py": {"link.recv()": LINK, "self._over.wait()": SHORT},
     "compute/feed.py": {
@@ -58,11 +62,13 @@ REASONS = {
     "ps/acceptor.py": {"self._listener.accept()": WORK},
     "ps/rounds.py": {
         "self._has_news.wait()": WORK,
-        "self._sock.recv(16)": "does not block: the socket is polled before, with a timeout",
     },
     "ps/rows.py": {"self.grads[g.worker][g.slot].get()": "is not a wait"},
     "ps/server.py": {"self._acceptor.inbox.get()": WORK},
     "runs/dense.py": {"_without_rows.get()": "is not a wait"},
+    "transport/counters.py": {
+        "self._sock.recv(16)": "does not block: the socket is polled before, with a timeout",
+    },
     "transport/listener.py": {
         "self._sock.accept()": "does not block: the loop has found a connection",
         "self.accept()": WORK,

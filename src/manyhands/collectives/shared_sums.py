@@ -40,7 +40,7 @@ from torch import Tensor
 from manyhands.collectives.costs import NUM_SLOTS, SLOT_BYTES, SMALL_BYTES
 from manyhands.collectives.sums import Reduction, reduce_in_order
 from manyhands.errors import LinkError
-from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Counters, Doorbell
+from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Doorbell, SharedCounters
 from manyhands.transport.shm import Segment, aligned
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ Check = Callable[[], None]
 """Raises if there is nothing to wait for any more."""
 
 
-class SharedTable(Counters):
+class SharedTable(SharedCounters):
     """Progress of the workers of a group, and slots for their tensors, in shared memory."""
 
     def __init__(self, segment: Segment, folder: str, *, size: int) -> None:

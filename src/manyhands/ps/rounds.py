@@ -33,7 +33,7 @@ from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.server_state import ServerState
 from manyhands.ps.updates import UpdateExchange, UpdatePipeline, apply_replica
 from manyhands.threads import OnError, start_thread
-from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Counters, Doorbell
+from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Doorbell, SharedCounters
 from manyhands.transport.shm import Segment
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _PUSH = struct.Struct("=5q4d")
 """Fields: step, part, share (numerator and denominator), ticks, samples, total, lr_factor, loss."""
 
 
-class RoundTable(Counters):
+class RoundTable(SharedCounters):
     """Progress of each member, as round numbers, and the workers' contributions, in shared memory."""
 
     def __init__(self, segment: Segment, workers: Sequence[str], servers: Sequence[str]) -> None:

@@ -114,11 +114,11 @@ class CostResult:
 TRUSTED = ("--trust-network",)
 DEDICATED = "placement=dedicated,transport=tcp"
 TRAFFIC = (
-    CostCase("allreduce", 2),
-    CostCase("allreduce", 4),
+    CostCase("allreduce(transport=tcp)", 2),
+    CostCase("allreduce(transport=tcp)", 4),
     CostCase("allreduce+int8", 2),
     CostCase("allreduce+int8", 4),
-    CostCase("local(every=10)", 3),
+    CostCase("local(every=10,transport=tcp)", 3),
     CostCase("ps:sync(transport=tcp)", 2),
     CostCase("ps:sync(transport=tcp)", 4, TRUSTED),
     CostCase("ps:sync(transport=tcp,replicas=0)", 3),
@@ -127,15 +127,22 @@ TRAFFIC = (
     CostCase(f"ps:async({DEDICATED})", 2, TRUSTED),
     CostCase("ps:ssp(transport=tcp)", 3),
     CostCase("ps:backup(transport=tcp)", 3),
-    CostCase("allreduce", 3, job="GatedRows"),
+    CostCase("allreduce(transport=tcp)", 3, job="GatedRows"),
     CostCase("ps:sync(transport=tcp)", 3, job="GatedRows"),
     CostCase("ps:async(transport=tcp,replicas=0)", 2, job="GatedRows"),
     CostCase(f"ps:sync({DEDICATED})", 2, job="GatedRows"),
 )
+THROUGH_MEMORY = (
+    CostCase("allreduce", 2),
+    CostCase("local(every=10)", 3),
+    CostCase("ps:sync", 2),
+)
+"""Those that send nothing inside a host, which is to be seen, too."""
 MEMORY = (
     CostCase("single", 1),
     CostCase("single", 1, fields={"optim": "adam"}),
     CostCase("allreduce", 2),
+    CostCase("allreduce(transport=tcp)", 2),
     CostCase("allreduce+int8", 2),
     CostCase("local(every=2)", 2),
     CostCase("local(every=2,moments=average)", 2, fields={"optim": "adam"}),

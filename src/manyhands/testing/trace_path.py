@@ -48,6 +48,7 @@ ASIDE = {
     "hosts/activity.py": "notes which section of the job's code runs, to explain a hang",
     "transport/fields.py": "derives the JSON of messages",
     "collectives/connections.py": "reads the kernel's count of bytes",
+    "transport/counters.py": "notes what workers have done, and wakes them",
     "hosts/me.py": "tells whether a view change is coming",
     "compute/lazy_dynamo.py": "stands in for a module that torch's own optimizers call",
 }

@@ -9,7 +9,7 @@ Memory order. Counters are 8 bytes at multiples of 8, so x86-64 and arm64 load a
 counter is written with release semantics and read with acquire semantics: a process that sees a number also
 sees what was written to shared memory before it. To complete a count, a member stores its own counter and
 then loads the others'. These two must not be reordered: otherwise two members could each miss the other's
-store, and neither would ring. Python has no fences; `Counters.fence` builds a full one from a lock.
+store, and neither would ring. Python has no fences; `SharedCounters.fence` builds a full one from a lock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOOK_S = 0.2
 """Interval at which a waiting member checks that there is still something to wait for."""
 
 
-class Counters:
+class SharedCounters:
     """Columns of counters in shared memory: one counter for each member, and as many columns as there are
     things to count."""
 

@@ -39,9 +39,7 @@ def numbers(rank: int, seed: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 def expected(size: int, seed: int, numel: int, dtype: torch.dtype, op: Reduction) -> Tensor:
     total = torch.empty(numel, dtype=dtype)
-    reduce_in_order(
-        [numbers(rank, seed, numel, dtype) for rank in range(size)], into=total, op=op
-    )
+    reduce_in_order([numbers(rank, seed, numel, dtype) for rank in range(size)], into=total, op=op)
     return total
 
 

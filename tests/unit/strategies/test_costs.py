@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,10 +112,26 @@ def test_a_single_worker_sends_nothing() -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_a_ring_sends_nearly_twice_the_gradients(workers: int) -> None:
-    sent = sent_by(traffic("allreduce", members(workers)))
+    sent = sent_by(traffic("allreduce(transport=tcp)", members(workers)))
+    between = sent_by(traffic("allreduce", members(workers, hosts=workers)))
+    assert between == pytest.approx(sent, rel=1e-5)
     assert len(sent) == workers
     for num_bytes in sent.values():
         assert num_bytes == pytest.approx(2 * (workers - 1) / workers * M, rel=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["allreduce", "local(every=1)"])
+def test_workers_of_one_host_reduce_in_memory(spec: str) -> None:
+    found = traffic(spec, members(4))
+    assert not sent_by(found)
+    for num_bytes in sent_by(found, "memory").values():
+        assert num_bytes == pytest.approx(2 * 3 / 4 * M, rel=1e-3)
+    gpus = View(1, tuple(replace(seat, device="cuda:0") for seat in members(4).seats))
+    assert sent_by(traffic(spec, gpus, gpu=True))
+    exchanged = "exchange"
+    assert memory(spec, workers=4)[exchanged]
+    for without in ({"workers": 1}, {"workers": 4, "gpu": True}, {"workers": 4, "hosts": 2}):
+        assert not memory(spec, **without)[exchanged]
 
 
 def test_buckets_leave_while_backward_runs() -> None:
@@ -128,7 +145,8 @@ def test_buckets_leave_while_backward_runs() -> None:
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_a_codec_makes_gradients_smaller_and_nothing_else(workers: int) -> None:
     view = members(workers)
-    plain, coded = traffic("allreduce", view), traffic("allreduce + int8(chunk=512)", view)
+    plain = traffic("allreduce(transport=tcp)", view)
+    coded = traffic("allreduce + int8(chunk=512)", view)
     ratio = known_bytes([t for t in coded if "gradients" in t.what]) / known_bytes(
         [t for t in plain if "gradients" in t.what]
     )
@@ -157,8 +175,9 @@ def test_a_ring_over_two_hosts_crosses_twice() -> None:
 
 
 def test_buffers_and_weights_of_samples_are_sent_too() -> None:
-    plain = known_bytes(traffic("allreduce", members(3)))
-    more = traffic("allreduce", members(3), model=model(buffers={"float32": 1000}, weighted=True))
+    spec = "allreduce(transport=tcp)"
+    plain = known_bytes(traffic(spec, members(3)))
+    more = traffic(spec, members(3), model=model(buffers={"float32": 1000}, weighted=True))
     assert known_bytes(more) == pytest.approx(plain + 2 * 1000 + 3 * round(8 * 4 / 3), abs=3)
 
 

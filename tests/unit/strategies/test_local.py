@@ -91,7 +91,7 @@ class Workers:
         self._folder = folder
         self._groups: dict[str, Group] = {}
         self._number = 0
-        monkeypatch.setattr(join, "join_group", lambda me, view: self._groups[me.name])
+        monkeypatch.setattr(join, "join_group", lambda me, view, transport: self._groups[me.name])
         self.learners = {name: self._learner(name) for name in names}
         self.views(names)
 
