@@ -15,6 +15,7 @@ NUM_SLOTS = 16
 """All-reduces in shared memory that may be open at once."""
 SLOT_BYTES = 256 << 10
 """Bytes of a tensor that pass through a slot at once."""
+PAGE = 4096
 SMALL_BYTES = 32 << 10
 """Size up to which each worker reduces the whole tensor by itself."""
 
@@ -38,4 +39,5 @@ def all_reduce(
 def slots(facts: CostFacts, largest: int, *, transport: Transport) -> Iterator[MemoryUse]:
     """Yield the memory through which tensors of at most so many bytes pass inside a host."""
     if facts.hosts == 1 and facts.workers > 1 and not facts.gpu and transport == "auto":
-        yield MemoryUse("worker", "exchange", NUM_SLOTS * min(largest, SLOT_BYTES), "host")
+        pages = -(-min(largest, SLOT_BYTES) // PAGE)
+        yield MemoryUse("worker", "exchange", NUM_SLOTS * PAGE * pages)

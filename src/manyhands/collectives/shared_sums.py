@@ -37,7 +37,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from manyhands.collectives.costs import NUM_SLOTS, SLOT_BYTES, SMALL_BYTES
+from manyhands.collectives.costs import NUM_SLOTS, PAGE, SLOT_BYTES, SMALL_BYTES
 from manyhands.collectives.sums import Reduction, reduce_in_order
 from manyhands.errors import LinkError
 from manyhands.transport.counters import COUNTER_BYTES, LOOK_S, Doorbell, SharedCounters
@@ -50,7 +50,6 @@ BLOCK_BYTES = 256 << 10
 """Bytes that are added up before their sums are written to the other tensors: they stay in the cache."""
 LINE = 64
 """Elements; spans begin at multiples, so that no two workers write to one cache line."""
-PAGE = 4096
 
 Check = Callable[[], None]
 """Raises if there is nothing to wait for any more."""

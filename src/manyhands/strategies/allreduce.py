@@ -157,8 +157,9 @@ class AllReduce(Strategy):
         if not self.codec.sums_on_wire and facts.workers > 1:
             numel = sum(p.numel for p in facts.model.trained)
             uses.append(MemoryUse("worker", "encoded gradients", 2 * self.codec.wire_bytes(numel)))
-        notes = 8 * (NOTES + len(facts.model.trained))
-        uses += slots(facts, max(notes, SMALL_BYTES), transport=self.reduces_over)
+        notes, gradients = 8 * (NOTES + len(facts.model.trained)), facts.model.gradient_bytes
+        largest = max(notes, gradients) if gradients <= SMALL_BYTES else notes
+        uses += slots(facts, largest, transport=self.reduces_over)
         return uses
 
     @property
