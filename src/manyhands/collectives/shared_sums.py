@@ -19,8 +19,9 @@ the group), and after a timeout. The memory has no name (transport/shm.py): the 
 last process that has mapped it, however that ends.
 
 Cost: two waits for each other, whatever the number of tensors that were begun before them; each worker reads
-the tensor's bytes and writes as many. Measured on two cores, 8 bytes take about 35 us (gloo: 140 us), and
-8 MB 2 ms (gloo: 8 ms).
+the tensor's bytes and writes as many. Measured with two workers on two cores that were busy otherwise, too:
+8 bytes in 0.10 ms (gloo: 0.35), 40 kB in 0.16 ms (0.33), 8 MB from `allocate` in 0.40 ms and other 8 MB in
+3.9 ms (9.0).
 """
 
 from __future__ import annotations

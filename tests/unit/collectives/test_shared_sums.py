@@ -91,7 +91,7 @@ def test_workers_that_give_different_tensors_are_told_so(three: Crew) -> None:
     assert any("sum of 11 torch.float32, and ranks [0, 2] with something else" in e for e in errors)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.long)])
 def test_survivors_of_a_kill_leave_at_once_and_leave_nothing_behind(
     kills: int, tmp_path: Path
 ) -> None:
