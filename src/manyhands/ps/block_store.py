@@ -30,8 +30,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from manyhands.collectives.sums import add_in_order
 from manyhands.compute.param_groups import like, settings_in
 from manyhands.compute.schedule import position
-from manyhands.compute.train_state import TrainState, multiplied_lr
+from manyhands.compute.train_state import TrainState
 from manyhands.ps.blocks import BlockLayout
+from manyhands.ps.partial_steps import MomentumRule, steps_of
 from manyhands.ps.spans import Span, spans_of
 from manyhands.transport.shm import Segment, aligned
 
@@ -170,7 +171,13 @@ class BlockState:
 class BlockOptimizer:
     """Optimizer with the class and hyperparameters of `template`, over the spans of one store."""
 
-    def __init__(self, template: Optimizer, blocks: Mapping[int, tuple[int, Tensor]]) -> None:
+    def __init__(
+        self,
+        template: Optimizer,
+        blocks: Mapping[int, tuple[int, Tensor]],
+        *,
+        momentum_rule: MomentumRule = "none",
+    ) -> None:
         """Create the optimizer. `blocks` maps a number to (parameter group, tensor to update in place)."""
         self._parameters = {
             number: torch.nn.Parameter(tensor, requires_grad=True)
@@ -184,17 +191,16 @@ class BlockOptimizer:
             for index, group in enumerate(template.param_groups)
         ]
         self.optimizer = _like(template, groups)
+        self._steps = steps_of(self.optimizer, momentum_rule)
 
-    def step(self, gradients: Mapping[int, Tensor], *, lr_scale: float = 1.0) -> None:
-        """Update only the blocks that have a gradient."""
+    def step(
+        self, gradients: Mapping[int, Tensor], *, lr_scale: float = 1.0, part: float = 1.0
+    ) -> None:
+        """Update only the blocks that have a gradient, which is the mean over a part of a batch."""
         for number, gradient in gradients.items():
             self._parameters[number].grad = gradient
         try:
-            if lr_scale == 1.0:
-                self.optimizer.step()
-            else:
-                with multiplied_lr(self.optimizer, lr_scale):
-                    self.optimizer.step()
+            self._steps.step(lr_scale=lr_scale, part=part)
         finally:
             for number in gradients:
                 self._parameters[number].grad = None
@@ -232,6 +238,7 @@ class BlockStore:
         states: Mapping[int, BlockState],
         *,
         ticks: int,
+        momentum_rule: MomentumRule = "none",
     ) -> None:
         """Build a store from the state of its blocks. `ticks`: number of steps of the job's own scheduler."""
         layout = self.layout = flat.layout
@@ -249,7 +256,7 @@ class BlockStore:
             i: (layout.buffers[span.buffer].group, self._shaped(span))
             for i, span in enumerate(self.spans)
         }
-        self._optimizer = BlockOptimizer(train_state.optimizer, held)
+        self._optimizer = BlockOptimizer(train_state.optimizer, held, momentum_rule=momentum_rule)
         for i, span in enumerate(self.spans):
             if state := _join([states[b.number].state for b in span.blocks], span):
                 self._optimizer.load_state(i, state)
@@ -266,11 +273,12 @@ class BlockStore:
         """Learning rate of the next step."""
         return float(self._optimizer.optimizer.param_groups[0]["lr"])
 
-    def apply(self, sums: FlatTensors, *, lr_scale: float, ticks: int) -> None:
-        """Do one optimizer step with these gradients, and advance the schedule to `ticks`."""
+    def apply(self, sums: FlatTensors, *, lr_scale: float, ticks: int, part: float = 1.0) -> None:
+        """Do one optimizer step with these gradients, of a part of a batch, and advance the schedule to
+        `ticks`."""
         gradients = {i: self._like(span, span.of(sums)) for i, span in enumerate(self.spans)}
         if gradients:
-            self._optimizer.step(gradients, lr_scale=lr_scale)
+            self._optimizer.step(gradients, lr_scale=lr_scale, part=part)
         self._schedule_clock.advance(ticks)
 
     def take(self, number: int) -> BlockState:

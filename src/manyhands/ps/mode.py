@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from manyhands.ps.partial_steps import MomentumRule
 from manyhands.ps.policies import Policy
 from manyhands.ps.staleness import Rule
 
@@ -19,6 +20,7 @@ class PsMode:
     slots: int
     """Gradient buffers per worker: with two it computes the next gradient while one is under way."""
     lr_rule: Rule = "none"
+    momentum_rule: MomentumRule = "none"
     compensate: float = 0.0
     """Strength of delay compensation; 0: none."""
     row_age: int | None = None

@@ -122,6 +122,7 @@ class PsNode:
                 params,
                 self.schedule_clock,
                 replicas=self.config.replicas,
+                momentum_rule=self.mode.momentum_rule,
                 rows=self._rows(),
             )
         self.server = Server(

@@ -147,6 +147,11 @@ class Decision:
         return self.progress[0] // self.progress[1]
 
     @property
+    def part(self) -> float:
+        """The part of a batch that its contributions are."""
+        return sum(part / whole for part, whole in (each.share for each in self.contributions))
+
+    @property
     def step(self) -> int:
         """The last step of its contributions: the clock of tables, which continues when a run is resumed."""
         return max(each.step for each in self.contributions)
@@ -691,7 +696,8 @@ class Decider:
         (only,) = decision.contributions
         part, whole = only.share
         mean = replace(only, scale=only.scale * whole / part if part else 0.0)
-        rate = decision.lr_scale * (part / whole * lr_scale(self._lr_rule, only.staleness))
+        share = part / whole
+        rate = decision.lr_scale * (share * lr_scale(self._lr_rule, only.staleness * share))
         return replace(decision, contributions=(mean,), lr_scale=rate)
 
     def late(self) -> list[Contribution]:

@@ -24,6 +24,7 @@ from manyhands.ps.block_store import (
 )
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.model_layout import block_state, pieces_of
+from manyhands.ps.partial_steps import MomentumRule
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Decision, Ledger
 from manyhands.ps.recovery_plan import ServerStatus
@@ -56,6 +57,7 @@ class ServerState:
         schedule_clock: ScheduleClock,
         *,
         replicas: int,
+        momentum_rule: MomentumRule = "none",
         rows: RowServerState | None = None,
     ) -> None:
         self.name, self.host = name, host
@@ -63,6 +65,7 @@ class ServerState:
         self.params = params
         self.schedule_clock = schedule_clock
         self.replicas = replicas
+        self._momentum_rule = momentum_rule
         self.ledger = Ledger(progress=Fraction(schedule_clock.ticks))
         self.held = HeldBlocks()
         self.coming: HeldBlocks | None = None
@@ -139,13 +142,20 @@ class ServerState:
         ticks = self.schedule_clock.ticks
         held = HeldBlocks(view, placement)
         own = [block.number for block in placement.blocks_of(self.name)]
-        held.own = BlockStore(self.train_state, self.params, find("own", own), ticks=ticks)
+        rule = self._momentum_rule
+        held.own = BlockStore(
+            self.train_state, self.params, find("own", own), ticks=ticks, momentum_rule=rule
+        )
         kept = placement.replicas_of(self.name)
         for server in placement.servers:
             numbers = [block.number for block in kept if placement.server_of(block) == server]
             if numbers:
                 held.replicas[server] = BlockStore(
-                    self.train_state, self._replica_memory(), find("replica", numbers), ticks=ticks
+                    self.train_state,
+                    self._replica_memory(),
+                    find("replica", numbers),
+                    ticks=ticks,
+                    momentum_rule=rule,
                 )
                 held.versions[server] = self.ledger.version
         self.coming = held

@@ -221,7 +221,8 @@ def apply(state: ServerState, decision: Decision) -> float:
     lr = own.lr
     if state.rows is not None:  # before the blocks, whose update advances the learning rate
         state.rows.apply(decision, placement.servers, lr=lr, base_lr=state.train_state.base_lr)
-    own.apply(state.sums.of(decision.version), lr_scale=decision.lr_scale, ticks=decision.ticks)
+    sums = state.sums.of(decision.version)
+    own.apply(sums, lr_scale=decision.lr_scale, part=decision.part, ticks=decision.ticks)
     state.ledger.note(decision)
     state.params.marks[placement.servers.index(state.name)] = decision.version
     state.ahead.pop(decision.version, None)
@@ -231,7 +232,9 @@ def apply(state: ServerState, decision: Decision) -> float:
 def apply_replica(state: ServerState, owner: str, decision: Decision) -> None:
     """Apply another server's sum to the replicas of its blocks."""
     sums = state.others[owner].of(decision.version)
-    state.held.replicas[owner].apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
+    state.held.replicas[owner].apply(
+        sums, lr_scale=decision.lr_scale, part=decision.part, ticks=decision.ticks
+    )
     state.held.versions[owner] = decision.version
     if decision.version > state.ledger.version:
         state.ahead[decision.version] = decision

@@ -57,7 +57,10 @@ class PsAsync(ParameterServer):
     name: ClassVar[str] = "ps:async"
 
     lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
-    """Divide the learning rate by 1 + staleness, or by its square root; none: leave it."""
+    """Divide the learning rate by 1 + staleness in batches, or by its square root; none: leave it."""
+    momentum_rule: Literal["ahead"] | None = "ahead"
+    """Ahead: momentum decays by the part of a batch that a push is, and gradients are computed where momentum
+    will have moved the weights. None: each push is a step of the optimizer as it is."""
     compensate: float = 0.0
     """Strength of delay compensation (DC-ASGD), such as 0.04; 0: none."""
     row_age: int = 0
@@ -93,6 +96,7 @@ class PsAsync(ParameterServer):
             rounds=False,
             slots=2,
             lr_rule=self.lr_rule or "none",
+            momentum_rule=self.momentum_rule or "none",
             compensate=self.compensate,
             row_age=self.row_age,
             push_clip_norm=clip_norm,

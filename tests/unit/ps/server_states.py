@@ -27,6 +27,7 @@ from manyhands.ps.block_store import (
 )
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.model_layout import layout_of, pieces_of
+from manyhands.ps.partial_steps import MomentumRule
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
@@ -108,10 +109,12 @@ def noise(layout: BlockLayout, generator: torch.Generator) -> FlatTensors:
     return flat
 
 
-def whole_store(train_state: TrainState, flat: FlatTensors) -> BlockStore:
+def whole_store(
+    train_state: TrainState, flat: FlatTensors, *, momentum_rule: MomentumRule = "none"
+) -> BlockStore:
     """A store of all blocks, as the job has them."""
     states = {b.number: BlockState(flat.block(b.number), {}) for b in flat.layout.blocks}
-    return BlockStore(train_state, flat, states, ticks=0)
+    return BlockStore(train_state, flat, states, ticks=0, momentum_rule=momentum_rule)
 
 
 def assert_same(mine: BlockState, theirs: BlockState, what: str) -> None:
@@ -131,7 +134,9 @@ class ServerGroup:
         self.reference_trainee = make_train_state(name)
         self.layout = layout_for(self.reference_trainee, block_bytes=block_bytes)
         self.reference = whole_store(
-            self.reference_trainee, filled(FlatTensors.private(self.layout), self.reference_trainee)
+            self.reference_trainee,
+            filled(FlatTensors.private(self.layout), self.reference_trainee),
+            momentum_rule="ahead",
         )
         self.generator = torch.Generator().manual_seed(chance.randrange(2**31))
         self.server_states: list[ServerState] = []
@@ -162,6 +167,7 @@ class ServerGroup:
             params,
             ScheduleClock(train_state.scheduler),
             replicas=1,
+            momentum_rule="ahead",
         )
         self.count += 1
         self.flats += [params, *server_state.sums.flats]
@@ -269,7 +275,9 @@ class ServerGroup:
         sums = FlatTensors.private(self.layout)
         add_up(sums, self.reference.spans, sources, decision.coefficients())
         _scale(sums, self.reference.spans, factor)
-        self.reference.apply(sums, lr_scale=decision.lr_scale, ticks=decision.ticks)
+        self.reference.apply(
+            sums, lr_scale=decision.lr_scale, part=decision.part, ticks=decision.ticks
+        )
         return decision
 
     def sum_up(self, server_state: ServerState, decision: Decision) -> None:

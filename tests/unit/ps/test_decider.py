@@ -82,7 +82,10 @@ def test_the_learning_rate_of_a_part_is_its_share_and_falls_with_staleness() -> 
     )
     decider.received("s0", push("w0", 1, share=(1, 4)), began=0, after=0)
     decider.received("s0", push("w1", 1, share=(3, 4)), began=0, after=0)
-    assert [d.lr_scale for d in decider.decisions()] == [0.25, 0.75 / 2]
+    first, second = decider.decisions()
+    assert (first.lr_scale, first.part) == (0.25, 0.25)
+    # One update behind, of a part like its own.
+    assert (second.lr_scale, second.part) == (0.75 / 1.75, 0.75)
 
 
 def test_the_factor_of_a_step_is_in_its_decision() -> None:
@@ -298,7 +301,7 @@ class DelayedMessages:
         if self.by_part:
             (only,) = decision.contributions
             share = only.share[0] / only.share[1]
-            assert decision.lr_scale == share * lr_scale(self.rule, only.staleness)
+            assert decision.lr_scale == share * lr_scale(self.rule, only.staleness * share)
         else:
             assert decision.lr_scale == 1.0
         done = sum((Fraction(*g.share) for d in self.decided for g in d.contributions), Fraction())

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from manyhands.compute.param_groups import is_elementwise
 from manyhands.ps.block_store import BlockOptimizer
 from manyhands.ps.model_layout import join_state
+from manyhands.ps.partial_steps import MomentumRule, steps_of
 
 SHAPES = [(7, 5), (5,), (3, 4, 2)]
 CUTS = [0, 10, 32, 64]  # blocks that begin and end inside tensors and span several
@@ -50,15 +51,15 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 class CutParameters:
     """Parameters in one flat tensor, cut at CUTS, as a server holds them."""
 
-    def __init__(self, template: Optimizer) -> None:
+    def __init__(self, template: Optimizer, momentum_rule: MomentumRule = "none") -> None:
         self.flat = torch.cat([p.detach().reshape(-1) for p in parameters()])
         self.ranges = list(pairwise(CUTS))
         blocks = {i: (0, self.flat[a:b]) for i, (a, b) in enumerate(self.ranges)}
-        self.blocks = BlockOptimizer(template, blocks)
+        self.blocks = BlockOptimizer(template, blocks, momentum_rule=momentum_rule)
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, *, part: float = 1.0) -> None:
         whole = torch.cat([g.reshape(-1) for g in gradients(step)])
-        self.blocks.step({i: whole[a:b] for i, (a, b) in enumerate(self.ranges)})
+        self.blocks.step({i: whole[a:b] for i, (a, b) in enumerate(self.ranges)}, part=part)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -74,6 +75,20 @@ def test_blocks_give_the_same_result(name: str) -> None:
     expected = torch.cat([p.detach().reshape(-1) for p in whole])
     torch.testing.assert_close(cut.flat, expected, rtol=1e-6, atol=1e-7)
     assert is_elementwise(optimizer)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_blocks_give_the_same_result_ahead(name: str) -> None:
+    whole = parameters()
+    steps = steps_of(OPTIMIZERS[name](whole), "ahead")
+    cut = CutParameters(OPTIMIZERS[name](parameters()), "ahead")
+    for step, part in enumerate([0.25, 0.75, 0.5, 1.0]):
+        for parameter, gradient in zip(whole, gradients(step), strict=True):
+            parameter.grad = gradient
+        steps.step(lr_scale=1.0, part=part)
+        cut.step(step, part=part)
+    expected = torch.cat([p.detach().reshape(-1) for p in whole])
+    torch.testing.assert_close(cut.flat, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_groups_keep_their_hyperparameters_and_follow_schedules() -> None:

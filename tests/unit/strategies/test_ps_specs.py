@@ -62,6 +62,9 @@ def test_staleness_options_reach_the_servers() -> None:
         for rule in RULES:
             mode = config(f"{name}(lr_rule={rule}, compensate=0.04)").mode(None)
             assert (mode.lr_rule, mode.compensate) == (rule, 0.04)
+        assert config(name).mode(None).momentum_rule == "ahead"
+        assert config(f"{name}(momentum_rule=none)").mode(None).momentum_rule == "none"
+    assert config("ps:backup").mode(None).momentum_rule == "none", "its rounds are whole batches"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -114,6 +117,8 @@ def test_impossible_options_are_refused_with_an_alternative(
         ("ps:sync(placement=coloc)", "placement must be colocated or dedicated"),
         ("ps:sync(transport=udp)", "transport must be auto or shm or tcp"),
         ("ps:async(lr_rule=log)", "lr_rule must be inverse or sqrt or none"),
+        ("ps:ssp(momentum_rule=dana)", "momentum_rule must be ahead or none, and is 'dana'"),
+        ("ps:sync(momentum_rule=ahead)", "ps:sync has no option 'momentum_rule'"),
         ("ps:backup(late=keep)", "late must be drop or decay"),
         ("ps:ssp(staleness=1.5)", "staleness must be a whole number"),
         (
