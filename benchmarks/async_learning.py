@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import heapq
 import itertools
 import json
@@ -35,6 +36,7 @@ from manyhands.compute.feed import Feed
 from manyhands.compute.gradients import gradients
 from manyhands.compute.train_state import TrainState, multiplied_lr
 from manyhands.control.messages import Portion
+from manyhands.data import Arrays, mnist
 from manyhands.job import Job
 from manyhands.ps.block_store import FlatTensors, ScheduleClock
 from manyhands.ps.compensation import Compensation
@@ -68,6 +70,11 @@ class AdamMnist(Mnist):
 
 
 JOBS = {"sgd": lambda seed: Mnist(seed=seed), "adam": lambda seed: AdamMnist(seed=seed, lr=1e-3)}
+
+
+@functools.cache
+def data() -> tuple[Arrays, Arrays]:
+    return mnist("train"), mnist("test")
 
 
 # Rules that are compared ----------------------------------------------------------------------------
@@ -233,13 +240,13 @@ class Simulation:
         draw = self._draw = np.random.default_rng(job.seed)
         self._time_of = draw.uniform(1 - SPREAD, 1 + SPREAD, num_workers)
         self._time_of[0] *= slow
-        train = job.data()
+        train, test = data()
         self._num_samples = len(train)
         self._steps = math.ceil(len(train) / job.batch_size)
         state = self.train_state = TrainState.of(job, device="cpu", num_steps=self._steps * job.epochs)
         state.optimizer._opt_called = True
         self._feed = Feed(job, train, device="cpu")
-        self._test = job.eval_data().gather(torch.arange(len(job.eval_data())))
+        self._test = test.gather(torch.arange(len(test)))
         layout = layout_of(state.model, state.optimizer)
         parameters = pieces_of(state.model, state.optimizer)
         flat = FlatTensors.private(layout)
@@ -281,13 +288,16 @@ class Simulation:
 
     def samples_to(self, target: float, *, epochs: float) -> int | None:
         """Return the samples in the weights when the test accuracy reaches the target; None if it does not."""
-        samples, evaluated = 0, 0
+        samples = 0
+        due = every = EVAL_EVERY * self._job.batch_size
         for push in self._pushes():
             samples += push.share[0]
-            if samples >= evaluated + EVAL_EVERY * self._job.batch_size:
-                evaluated = samples
-                if self.accuracy() >= target:
+            if samples >= due:
+                accuracy = self.accuracy()
+                if accuracy >= target:
                     return samples
+                far = 1 - accuracy > 1.5 * (1 - target)
+                due += (4 if far else 1) * every
             if samples >= epochs * self._num_samples:
                 return None
         return None

@@ -155,8 +155,7 @@ SERVED: list[tuple[Case, tuple[Check, ...]]] = [
 
 
 LEARNING: list[tuple[Case, tuple[Check, ...]]] = [
-    # It divides its learning rate by the staleness, so it learns less in six epochs: 0.93 to 0.95.
-    (Case("ps:async", workers=2, accuracy=0.9), (learns,)),
+    (Case("ps:async", workers=2), (learns,)),
     (Case("ps:backup(transport=tcp)", workers=3), (learns,)),
 ]
 """Strategies that do not equal one worker."""

@@ -44,13 +44,12 @@ CASES = [
         ("ps:sync", 2),
         ("ps:sync(transport=tcp)", 3),
         ("ps:sync(placement=dedicated)", 2),
+        ("ps:async(transport=shm)", 3),
+        ("ps:async(transport=tcp)", 2),
         ("ps:ssp", 3),
         ("ps:backup", 3),
     ]
 ] + [
-    # It divides its learning rate by the staleness, so it learns less in six epochs: 0.93 to 0.95.
-    Case("ps:async(transport=shm)", workers=3, in_process=True, accuracy=0.9),
-    Case("ps:async(transport=tcp)", workers=2, in_process=True, accuracy=0.9),
     # Momentum begins anew in each round: 0.92.
     Case("local(every=4,moments=reset)", workers=3, in_process=True, accuracy=0.9),
 ]

@@ -40,10 +40,8 @@ def test_digits_are_learnt(strategy: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", WITHOUT_WAITING)
 def test_mnist_is_learnt(strategy: str, mnist_folder: Path, tmp_path: Path) -> None:
     environ, run = {"MANYHANDS_DATA": str(mnist_folder)}, tmp_path / "run"
-    # async and ssp divide the rate by the staleness, which is several updates.
-    lr = 0.1 if "backup" in strategy else 0.3
     arguments = harness.train_arguments(
-        ROOT / "examples/mnist.py", run, strategy=strategy, workers=WORKERS, epochs=4, lr=lr
+        ROOT / "examples/mnist.py", run, strategy=strategy, workers=WORKERS, epochs=4
     )
     with harness.command(*arguments, run=run, environ=environ) as running:
         done = running.wait(timeout_s=280)

@@ -155,6 +155,7 @@ class PsNode:
             self._tables,
             adds=isinstance(self.train_state.model, RowModel),
             bits=self.config.row_bits,
+            by_part=not self.mode.rounds,
         )
 
     @property

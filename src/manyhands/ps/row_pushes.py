@@ -64,11 +64,12 @@ class OwnRows(RowPushes):
         state = self._train_state
         grads = state.tables.take()
         if grads and share.samples:
-            # The part is a whole update: its mean moves the rows by its part of a step.
-            part = share.samples / share.total
-            mean = 1 / part if state.weight is None else 1 / float(weight)
+            # The gradient is a part of the mean over the batch, as the servers would apply it (rows.py).
+            factor = 1.0
+            if state.weight is not None:  # it was not divided by the weight of the batch
+                factor = share.samples / share.total / float(weight)
             state.tables.stores.apply(
-                [grads], [mean], lr=lr * part, base_lr=state.base_lr, now=share.step
+                [grads], [factor], lr=lr, base_lr=state.base_lr, now=share.step
             )
 
 

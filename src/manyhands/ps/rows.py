@@ -63,9 +63,18 @@ class ReceivedGrads:
 class RowServerState:
     undo: UndoLog | None = None
 
-    def __init__(self, name: str, tables: TableStores, *, adds: bool, bits: int = 32) -> None:
+    def __init__(
+        self,
+        name: str,
+        tables: TableStores,
+        *,
+        adds: bool,
+        bits: int = 32,
+        by_part: bool = False,
+    ) -> None:
         """Create the row state of a server. `adds`: if true, workers push differences to add to the rows
-        instead of gradients. `bits`: size of each number on the wire."""
+        instead of gradients. `bits`: size of each number on the wire. `by_part`: if true, an update is one
+        part of a batch."""
         self.name = name
         self.tables = tables
         self.placement: RowPlacement | None = None
@@ -74,6 +83,7 @@ class RowServerState:
         """Gradient slots of each worker."""
         self._adds = adds
         self._bits = bits
+        self._by_part = by_part
         self._wire = wire_specs(tables.specs, adds=adds)
         self._changes = {name: np.zeros(0, np.float32) for name in tables.specs}
         """Number of changes of each row, modulo MAX_CHANGES, if differences are pushed."""
@@ -234,10 +244,14 @@ class RowServerState:
                 self._add(grads, decision.step)
             return
         lr, base_lr = self._rates[decision.version]
+        # Most rows are in one part of a batch only. So their gradient is that of the whole batch, at its whole
+        # rate: an optimizer that divides by the size of gradients would not move them further for a larger
+        # one at a smaller rate.
+        part = decision.part if self._by_part else 1.0
         self.tables.apply(
             all_grads,
-            decision.coefficients(),
-            lr=lr * decision.lr_scale,
+            [coefficient * part for coefficient in decision.coefficients()],
+            lr=lr * decision.lr_scale / part if part else 0.0,
             base_lr=base_lr,
             now=decision.step,
             part=(servers.index(server), len(servers)) if undo is not None else None,
@@ -270,8 +284,16 @@ class SharedRowState(RowServerState):
 
     undo: UndoLog
 
-    def __init__(self, name: str, tables: TableStores, *, adds: bool, bits: int = 32) -> None:
-        super().__init__(name, tables, adds=adds, bits=bits)
+    def __init__(
+        self,
+        name: str,
+        tables: TableStores,
+        *,
+        adds: bool,
+        bits: int = 32,
+        by_part: bool = False,
+    ) -> None:
+        super().__init__(name, tables, adds=adds, bits=bits, by_part=by_part)
         self.undo = UndoLog.create()
         self._undo_logs: dict[str, UndoLog] = {}
         """Undo logs of the other servers."""

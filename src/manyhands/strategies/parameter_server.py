@@ -56,7 +56,7 @@ class PsSync(ParameterServer):
 class PsAsync(ParameterServer):
     name: ClassVar[str] = "ps:async"
 
-    lr_rule: Literal["inverse", "sqrt"] | None = "inverse"
+    lr_rule: Literal["sqrt", "inverse"] | None = "sqrt"
     """Divide the learning rate by 1 + staleness in batches, or by its square root; none: leave it."""
     momentum_rule: Literal["ahead"] | None = "ahead"
     """Ahead: momentum decays by the part of a batch that a push is, and gradients are computed where momentum

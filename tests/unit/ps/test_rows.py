@@ -11,6 +11,7 @@ from manyhands.embeddings.sparse_grads import SparseGrads, TableGrads, num_bytes
 from manyhands.embeddings.spec import Table
 from manyhands.embeddings.table_stores import TableStores
 from manyhands.errors import ProtocolError
+from manyhands.ps.policies import AsyncPolicy, Contribution, Decider, Ledger
 from manyhands.ps.protocol import RowGradients, RowsRequest
 from manyhands.ps.rows import RowServerState
 
@@ -76,3 +77,25 @@ def test_a_wrong_message_is_refused_when_it_arrives(sent: Sent, why: str) -> Non
     with pytest.raises(ProtocolError, match=why):
         handle(rows, sent)
     assert all(place.get() == {} for place in rows.grads["worker-0"])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_row_in_one_part_of_a_batch_moves_as_with_the_whole_batch(optimizer: str) -> None:
+    """As a server of ps:async gets it: a gradient that is divided by the batch, and a part of the rate."""
+    specs = {"any": Table(2, optimizer=optimizer, init="zeros")}
+    ids, moved = np.array([7]), []
+    for part, whole in [(1, 1), (16, 64)]:
+        tables = TableStores(specs, seed=1)
+        rows = RowServerState("s", tables, adds=False, by_part=True)
+        rows.enter("w", [], slots=1)
+        decider = Decider(AsyncPolicy(["w"]), Ledger(), servers=["s"], by_part=True)
+        for seq in (1, 2):
+            rows.put("w", 0, {"any": SparseGrads(ids, np.array([[0.5, -3.0]], np.float32))})
+            samples, total = float(part), float(whole)
+            push = Contribution("w", seq, 0, seq, 0, samples, total, share=(part, whole))
+            decider.received("s", push, began=seq - 1, after=seq - 1)
+            (decision,) = decider.decisions()
+            rows.apply(decision, ["s"], lr=0.1, base_lr=0.1)
+        moved.append(rows.look_up("any", ids))
+    assert np.abs(moved[0]).min() > 0
+    np.testing.assert_allclose(moved[1], moved[0], rtol=1e-6)

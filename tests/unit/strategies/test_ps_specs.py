@@ -116,7 +116,7 @@ def test_impossible_options_are_refused_with_an_alternative(
         ("ps:sync(servers=true)", "servers must be"),
         ("ps:sync(placement=coloc)", "placement must be colocated or dedicated"),
         ("ps:sync(transport=udp)", "transport must be auto or shm or tcp"),
-        ("ps:async(lr_rule=log)", "lr_rule must be inverse or sqrt or none"),
+        ("ps:async(lr_rule=log)", "lr_rule must be sqrt or inverse or none"),
         ("ps:ssp(momentum_rule=dana)", "momentum_rule must be ahead or none, and is 'dana'"),
         ("ps:sync(momentum_rule=ahead)", "ps:sync has no option 'momentum_rule'"),
         ("ps:backup(late=keep)", "late must be drop or decay"),
