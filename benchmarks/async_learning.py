@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 from manyhands.compute.feed import Feed
 from manyhands.compute.gradients import gradients
-from manyhands.compute.train_state import TrainState, multiplied_lr
+from manyhands.compute.train_state import TrainState
 from manyhands.control.messages import Portion
 from manyhands.data import Arrays, mnist
 from manyhands.job import Job
@@ -97,7 +97,7 @@ class WorkerSteps(Steps):
 
 
 class Dana(WorkerSteps):
-    """DANA-Slim (Hakimi et al. 2019): a momentum for each worker, and Nesterov's look-ahead by all of them."""
+    """DANA-Slim (Hakimi et al. 2019): a momentum for each worker, and a look-ahead by all of them."""
 
     nesterov = True
 
@@ -151,8 +151,8 @@ class GapAware(MomentumOfWorkers):
 
 
 class Begotten(WorkerSteps):
-    """Momentum corrected for asynchrony (Mitliagkas et al. 2016): n workers act like a momentum of 1 - 1/n, so
-    the optimizer's own is that much smaller."""
+    """Momentum corrected for asynchrony (Mitliagkas et al. 2016): n workers act like a momentum of 1 - 1/n,
+    so the optimizer's own is that much smaller."""
 
     def step(self, *, lr_scale: float, part: float) -> None:
         implicit = 1 - 1 / self.simulation.num_workers
@@ -230,7 +230,9 @@ RULES = {
 class Simulation:
     """One run: a server's state, and workers whose steps take virtual time."""
 
-    def __init__(self, job: Job, num_workers: int, rule: Compared, *, delay: float, slow: float) -> None:
+    def __init__(
+        self, job: Job, num_workers: int, rule: Compared, *, delay: float, slow: float
+    ) -> None:
         """`delay`: time from a push to its update, in steps of a worker. `slow`: how many times longer the
         steps of the first worker take."""
         self.num_workers, self._job, self._delay = num_workers, job, delay
@@ -243,7 +245,9 @@ class Simulation:
         train, test = data()
         self._num_samples = len(train)
         self._steps = math.ceil(len(train) / job.batch_size)
-        state = self.train_state = TrainState.of(job, device="cpu", num_steps=self._steps * job.epochs)
+        state = self.train_state = TrainState.of(
+            job, device="cpu", num_steps=self._steps * job.epochs
+        )
         state.optimizer._opt_called = True
         self._feed = Feed(job, train, device="cpu")
         self._test = test.gather(torch.arange(len(test)))
@@ -283,11 +287,15 @@ class Simulation:
         )
         decider = ByPushes if rule.by_pushes else Decider
         self._decider = decider(
-            AsyncPolicy(names), server.ledger, servers=["server"], lr_rule=rule.lr_rule, by_part=True
+            AsyncPolicy(names),
+            server.ledger,
+            servers=["server"],
+            lr_rule=rule.lr_rule,
+            by_part=True,
         )
 
     def samples_to(self, target: float, *, epochs: float) -> int | None:
-        """Return the samples in the weights when the test accuracy reaches the target; None if it does not."""
+        """Return the samples that were in the weights when the target was reached; None if it was not."""
         samples = 0
         due = every = EVAL_EVERY * self._job.batch_size
         for push in self._pushes():
@@ -330,7 +338,9 @@ class Simulation:
                 seconds = self._time_of[worker] * self._draw.gamma(1 / JITTER**2, JITTER**2)
                 at(now + seconds, "push", worker, push, began)
             elif what == "push":
-                if self._delay and self.num_workers > 1:  # the next step begins before the update is made
+                if (
+                    self._delay and self.num_workers > 1
+                ):  # the next step begins before the update is made
                     at(now, "begin", worker)
                     at(now + self._delay, "arrive", worker, *rest)
                 else:
@@ -431,7 +441,9 @@ def main() -> None:
     else:
         single = {seed: simulated(args, Compared(), 1, seed) for seed in args.seeds}
         rules = [rule for rule in args.rules.split(";") if rule]
-    print(f"{args.optimizer}; samples of single: {', '.join(map(str, single.values()))}", flush=True)
+    print(
+        f"{args.optimizer}; samples of single: {', '.join(map(str, single.values()))}", flush=True
+    )
     print(f"{'':26}{''.join(f'{n:>10}' for n in args.workers)}", flush=True)
     for rule in rules:
         began, cells, all_found = time.monotonic(), [], {}

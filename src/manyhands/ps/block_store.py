@@ -32,8 +32,9 @@ from manyhands.compute.param_groups import like, settings_in
 from manyhands.compute.schedule import position
 from manyhands.compute.train_state import TrainState
 from manyhands.ps.blocks import BlockLayout
-from manyhands.ps.partial_steps import MomentumRule, steps_of
+from manyhands.ps.partial_steps import steps_of
 from manyhands.ps.spans import Span, spans_of
+from manyhands.ps.staleness import MomentumRule
 from manyhands.transport.shm import Segment, aligned
 
 FUSED: tuple[type[Optimizer], ...] = (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from manyhands.ps.partial_steps import MomentumRule
 from manyhands.ps.policies import Policy
-from manyhands.ps.staleness import Rule
+from manyhands.ps.staleness import MomentumRule, Rule
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from manyhands.compute.train_state import multiplied_lr
+from manyhands.ps.staleness import MomentumRule
 
 Group = dict[str, Any]
-
-MomentumRule = Literal["none", "ahead"]
 
 AHEAD = 2.0
 """Batches to look ahead: each worker has at most two pushes in flight."""

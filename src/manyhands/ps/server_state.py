@@ -24,11 +24,11 @@ from manyhands.ps.block_store import (
 )
 from manyhands.ps.blocks import BlockLayout
 from manyhands.ps.model_layout import block_state, pieces_of
-from manyhands.ps.partial_steps import MomentumRule
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Decision, Ledger
 from manyhands.ps.recovery_plan import ServerStatus
 from manyhands.ps.rows import RowServerState
+from manyhands.ps.staleness import MomentumRule
 
 
 @dataclass

@@ -18,6 +18,8 @@ from manyhands.errors import SpecError, closest
 
 Rule = Literal["none", "inverse", "sqrt"]
 RULES: tuple[Rule, ...] = ("none", "inverse", "sqrt")
+MomentumRule = Literal["none", "ahead"]
+"""What momentum does about staleness: see partial_steps.py."""
 
 
 def lr_scale(rule: Rule, batches: float) -> float:

@@ -27,11 +27,11 @@ from manyhands.ps.block_store import (
 )
 from manyhands.ps.blocks import BlockLayout, FlatParameter
 from manyhands.ps.model_layout import layout_of, pieces_of
-from manyhands.ps.partial_steps import MomentumRule
 from manyhands.ps.placement import Placement
 from manyhands.ps.policies import Contribution, Decision
 from manyhands.ps.recovery_plan import RecoveryPlan, make_plan
 from manyhands.ps.server_state import ServerState, SharedServerState
+from manyhands.ps.staleness import MomentumRule
 from manyhands.ps.tensor_messages import TensorMessages, pack
 from manyhands.ps.updates import apply, apply_replica, catch_up, make_sum
 

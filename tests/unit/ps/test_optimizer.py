@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 from manyhands.compute.param_groups import is_elementwise
 from manyhands.ps.block_store import BlockOptimizer
 from manyhands.ps.model_layout import join_state
-from manyhands.ps.partial_steps import MomentumRule, steps_of
+from manyhands.ps.partial_steps import steps_of
+from manyhands.ps.staleness import MomentumRule
 
 SHAPES = [(7, 5), (5,), (3, 4, 2)]
 CUTS = [0, 10, 32, 64]  # blocks that begin and end inside tensors and span several

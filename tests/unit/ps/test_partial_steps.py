@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -62,13 +63,18 @@ class Run:
 
 
 @settings(max_examples=25)
-@given(cuts=st.lists(st.integers(1, 999), max_size=5, unique=True), name=st.sampled_from(list(MOMENTUM)))
-def test_the_parts_of_a_batch_add_to_momentum_what_the_batch_adds(cuts: list[int], name: str) -> None:
+@given(
+    cuts=st.lists(st.integers(1, 999), max_size=5, unique=True),
+    name=st.sampled_from(list(MOMENTUM)),
+)
+def test_the_parts_of_a_batch_add_to_momentum_what_the_batch_adds(
+    cuts: list[int], name: str
+) -> None:
     whole, cut = Run(MOMENTUM[name]), Run(MOMENTUM[name])
     edges = [0, *sorted(cuts), 1000]
     for step in range(3):
         whole.step(gradient(step))
-        for low, high in zip(edges, edges[1:], strict=False):
+        for low, high in pairwise(edges):
             cut.step(gradient(step), (high - low) / 1000)
     assert whole.moments.keys() == cut.moments.keys() != set()
     for key, moment in whole.moments.items():
