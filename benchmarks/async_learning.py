@@ -43,7 +43,7 @@ from manyhands.ps.compensation import Compensation
 from manyhands.ps.gradient_buffer import GradientBuffer, WorkerMemory
 from manyhands.ps.mode import PsMode
 from manyhands.ps.model_layout import layout_of, pieces_of
-from manyhands.ps.partial_steps import AHEAD_FOR, Steps
+from manyhands.ps.partial_steps import Steps
 from manyhands.ps.placement import place
 from manyhands.ps.policies import AsyncPolicy, Contribution, Decider, Decision
 from manyhands.ps.server_state import ServerState
@@ -172,14 +172,13 @@ class PartsOnly(Steps):
 
     def __init__(self, optimizer: Optimizer, simulation: Simulation) -> None:
         super().__init__(optimizer)
-        self._steps = AHEAD_FOR[type(optimizer)](optimizer)
+        (self._group,) = optimizer.param_groups
 
     def step(self, *, lr_scale: float, part: float) -> None:
-        from manyhands.ps import partial_steps
-
-        before, partial_steps.AHEAD = partial_steps.AHEAD, 0.0
-        self._steps.step(lr_scale=lr_scale, part=part)
-        partial_steps.AHEAD = before
+        b = self._group["momentum"]
+        self._group.update(momentum=b**part, dampening=1 - (1 - b**part) / (1 - b))
+        super().step(lr_scale=lr_scale, part=part)
+        self._group.update(momentum=b, dampening=0)
 
 
 class ByPushes(Decider):

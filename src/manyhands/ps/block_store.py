@@ -18,7 +18,7 @@ optimizer state, although neighbouring blocks are handled as one span.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,6 +184,7 @@ class BlockOptimizer:
             number: torch.nn.Parameter(tensor, requires_grad=True)
             for number, (_, tensor) in blocks.items()
         }
+        self._group_of = {number: group for number, (group, _) in blocks.items()}
         groups = [
             {
                 **settings_in(group),
@@ -206,13 +207,23 @@ class BlockOptimizer:
             for number in gradients:
                 self._parameters[number].grad = None
 
-    def state(self, number: int) -> dict[str, Any]:
-        """Return the optimizer state of a block: tensors of its size, and scalars."""
-        return dict(self.optimizer.state.get(self._parameters[number], {}))
+    def state(
+        self, number: int, part: Callable[[Tensor], Tensor] = lambda value: value
+    ) -> dict[str, Any]:
+        """Return the optimizer state of a block: tensors of its size, and scalars. `part` cuts what is wanted
+        of the tensors."""
+        parameter = self._parameters[number]
+        state = self.optimizer.state.get(parameter, {})
+        cut = {k: part(v) if _of_elements(v, parameter.numel()) else v for k, v in state.items()}
+        return self._steps.exported(cut, self._group(number))
 
     def load_state(self, number: int, state: Mapping[str, Any]) -> None:
         copied = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-        self.optimizer.state[self._parameters[number]] = copied
+        parameter = self._parameters[number]
+        self.optimizer.state[parameter] = self._steps.imported(copied, self._group(number))
+
+    def _group(self, number: int) -> dict[str, Any]:
+        return self.optimizer.param_groups[self._group_of[number]]
 
 
 class ScheduleClock:
@@ -283,16 +294,15 @@ class BlockStore:
         self._schedule_clock.advance(ticks)
 
     def take(self, number: int) -> BlockState:
-        """Return the current state of a block. Its tensors are views of this store's memory."""
+        """Return the current state of a block. Its tensors may be views of this store's memory."""
         span = self.spans[self._span_of[number]]
         block = self.layout.blocks[number]
         if self.layout.whole_tensors:
             return BlockState(self.flat.block(number), self._optimizer.state(self._span_of[number]))
         low, high = block.start - span.start, block.stop - span.start
-        state = {
-            key: value.reshape(-1)[low:high] if _of_elements(value, span.numel) else value
-            for key, value in self._optimizer.state(self._span_of[number]).items()
-        }
+        state = self._optimizer.state(
+            self._span_of[number], lambda value: value.reshape(-1)[low:high]
+        )
         return BlockState(self.flat.block(number), state)
 
     def _shaped(self, span: Span) -> Tensor:

@@ -9,13 +9,14 @@ one step. Two things remain to be corrected for an optimizer with momentum b:
              gradient: the pushes of a batch add what one step adds.
     ahead    A gradient is stale: other pushes move the weights between its computation and its update. Most
              of that movement is momentum, and known beforehand. So the weights that workers see are those
-             that momentum alone will reach within AHEAD batches:
+             that momentum alone will reach within a few batches, as Nesterov's momentum looks one ahead:
 
                  momentum  m := b**f m + (1 - b**f)/(1 - b) g
-                 weights   w := w - f lr (b**AHEAD m + (1 - b**AHEAD)/(1 - b) g)
+                 weights   w := w - f lr k (g + s b**f m),  k = 1/(1 - b + s b**f)
 
-             With AHEAD = 1 and f = 1 this is Nesterov's momentum. A gradient moves the weights by 1/(1 - b)
-             of itself in total, as it does in a single process.
+             With s = 1 and f = 1 this is Nesterov's momentum. With s = 1/2 they are ahead by 1.7 to 2 batches
+             for b = 0.9 and above: a worker has at most two pushes in flight. A gradient moves the weights by
+             1/(1 - b) of itself in total, as in a single process, whatever s is.
 
 Hakimi et al. 2019 ("Taming Momentum in a Distributed Asynchronous Environment", DANA) look ahead too, with a
 momentum for each worker. Decay by parts of a batch needs one momentum however many workers there are, so
@@ -26,14 +27,14 @@ of a part is noisier than that of a batch, by sqrt(1/f), and its step so much sm
 sqrt(f) times the job's, not f (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient
 Algorithms").
 
-Cost: one more pass over the gradients and parameters of an update for SGD, six for Adam; no state.
+Cost: none for SGD, whose own step does all of it, and one pass more over the parameters for Adam; no state.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,8 +47,11 @@ from manyhands.ps.staleness import MomentumRule
 
 Group = dict[str, Any]
 
-AHEAD = 2.0
-"""Batches to look ahead: each worker has at most two pushes in flight."""
+SHARE = 0.5
+"""s above. A power of two, so that the momentum of a checkpoint, which is not scaled, has the same bits."""
+
+CHUNK = 1 << 16
+"""Numbers that several operations handle at a time, so that they stay in the cache."""
 
 
 class Steps:
@@ -62,35 +66,31 @@ class Steps:
         with multiplied_lr(self.optimizer, lr_scale):
             self.optimizer.step()
 
+    def exported(self, state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+        """Return a parameter's state as the optimizer itself would have it."""
+        return dict(state)
+
+    def imported(self, state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+        """Undo `exported`, for state that may be another's."""
+        return dict(state)
+
 
 class StepsAhead(Steps, ABC):
     """Steps whose momentum decays by the part of a batch, of weights that are ahead by momentum."""
 
     def step(self, *, lr_scale: float, part: float) -> None:
-        if part == 0:
-            return
-        for group in self.optimizer.param_groups:
-            if self._has_momentum(group):
-                self._look_ahead(group, lr_scale, part)
-        with self._settings(lambda group: self._changes(group, lr_scale, part)):
-            self.optimizer.step()
-
-    @abstractmethod
-    def _has_momentum(self, group: Group) -> bool:
-        """Return whether there is anything to look ahead by."""
-
-    @abstractmethod
-    def _look_ahead(self, group: Group, lr_scale: float, part: float) -> None:
-        """Do the part of the update that is not momentum's."""
+        if part:
+            with self._settings(lr_scale, part):
+                self.optimizer.step()
 
     @abstractmethod
     def _changes(self, group: Group, lr_scale: float, part: float) -> Group:
-        """Return the settings for the rest of the update."""
+        """Return the settings of a group for this step."""
 
     @contextmanager
-    def _settings(self, changes: Callable[[Group], Group]) -> Iterator[None]:
+    def _settings(self, lr_scale: float, part: float) -> Iterator[None]:
         groups = self.optimizer.param_groups
-        changed = [changes(group) for group in groups]
+        changed = [self._changes(group, lr_scale, part) for group in groups]
         before = [
             {key: group[key] for key in new} for group, new in zip(groups, changed, strict=True)
         ]
@@ -104,73 +104,73 @@ class StepsAhead(Steps, ABC):
 
 
 class SgdAhead(StepsAhead):
-    def _has_momentum(self, group: Group) -> bool:
-        return bool(group["momentum"])
-
-    def _look_ahead(self, group: Group, lr_scale: float, part: float) -> None:
-        b, decay = group["momentum"], group["weight_decay"]
-        by = float(group["lr"]) * lr_scale * geometric(b, _ahead(group)) * (1 - group["dampening"])
-        for parameter in _with_gradient(group):
-            assert parameter.grad is not None
-            state = self.optimizer.state[parameter]
-            if (
-                state.get("momentum_buffer") is None
-            ):  # else the first gradient would count as a whole batch
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            # In place, and the gradient is only read: replica holders read it too.
-            weights = parameter.detach()
-            if decay:
-                weights.mul_(1 - by * decay)
-            weights.add_(parameter.grad, alpha=by if group["maximize"] else -by)
+    """Torch's own step with Nesterov's momentum, with the settings that make it the formula above. Its buffer
+    is s m."""
 
     def _changes(self, group: Group, lr_scale: float, part: float) -> Group:
-        if not self._has_momentum(group):
-            return {"lr": group["lr"] * lr_scale}
+        rate = group["lr"] * lr_scale
+        if not _looks_ahead(group):
+            return {"lr": rate}
+        for parameter in _with_gradient(group):
+            state = self.optimizer.state[parameter]
+            if state.get("momentum_buffer") is None:
+                # Torch would begin with the whole gradient, as if it were a batch's.
+                state["momentum_buffer"] = torch.zeros_like(parameter)
         b = group["momentum"]
-        gain = geometric(b, part) * (1 - group["dampening"])
-        lr = group["lr"] * lr_scale * b ** _ahead(group)
-        return {"lr": lr, "momentum": b**part, "dampening": 1 - gain, "nesterov": False}
+        decay = b**part
+        return {
+            "lr": rate / (1 - b + SHARE * decay),
+            "momentum": decay,
+            "dampening": 1 - SHARE * (1 - decay) / (1 - b),
+            "nesterov": True,
+        }
+
+    def exported(self, state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+        return _scaled(state, 1 / SHARE) if _looks_ahead(group) else dict(state)
+
+    def imported(self, state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+        return _scaled(state, SHARE) if _looks_ahead(group) else dict(state)
 
 
 class AdamAhead(StepsAhead):
-    """The same for Adam and AdamW, whose moments are means: (1 - b) times the sums above."""
+    """Adam and AdamW. Their moments are means: (1 - b) times the sums above."""
 
     def step(self, *, lr_scale: float, part: float) -> None:
-        # `lr_scale` includes the part, and Adam's rate goes by its root.
-        super().step(lr_scale=lr_scale / math.sqrt(part) if part else 0.0, part=part)
-
-    def _has_momentum(self, group: Group) -> bool:
-        return bool(group["betas"][0])
-
-    def _look_ahead(self, group: Group, lr_scale: float, part: float) -> None:
-        b, b2 = group["betas"]
-        by = float(group["lr"]) * lr_scale * (1 - b**AHEAD)
-        decay = 0.0 if group.get("decoupled_weight_decay") else group["weight_decay"]
-        for parameter in _with_gradient(group):
-            gradient, weights = parameter.grad, parameter.detach()
-            assert gradient is not None
-            if group["maximize"]:
-                gradient = -gradient
-            if decay:
-                gradient = gradient.add(weights, alpha=decay)
-            state = self.optimizer.state.get(parameter, {})
-            square, step = state.get("exp_avg_sq"), float(state.get("step", 0.0)) + 1
-            size = (gradient * gradient).mul_(1 - b2**part)
-            if square is not None:
-                size.add_(square, alpha=b2**part)
-            if group["amsgrad"] and state.get("max_exp_avg_sq") is not None:
-                torch.maximum(size, state["max_exp_avg_sq"], out=size)
-            size.div_(1 - b2 ** (part * step)).sqrt_().add_(group["eps"])
-            weights.addcdiv_(gradient, size, value=-by)
+        super().step(lr_scale=lr_scale, part=part)
+        for group in self.optimizer.param_groups if part else ():
+            if group["betas"][0]:
+                self._look_ahead(group, lr_scale, part)
 
     def _changes(self, group: Group, lr_scale: float, part: float) -> Group:
         b, b2 = group["betas"]
-        rate = group["lr"] * lr_scale
-        lr = rate * b**AHEAD if b else rate
-        changed: Group = {"lr": lr, "betas": (b**part, b2**part)}
-        if group.get("decoupled_weight_decay"):  # it goes by the part, and not by its root
-            changed["weight_decay"] = group["weight_decay"] * math.sqrt(part) * float(rate / lr)
+        kept = _kept(b, part)
+        changed: Group = {
+            "lr": group["lr"] * lr_scale / math.sqrt(part) * kept,  # `lr_scale` includes the part
+            "betas": (b**part, b2**part),
+        }
+        if group["decoupled_weight_decay"]:  # it goes by the part, and not by its root
+            changed["weight_decay"] = group["weight_decay"] * math.sqrt(part) / kept
         return changed
+
+    def _look_ahead(self, group: Group, lr_scale: float, part: float) -> None:
+        """Move the weights by the gradient itself, as far as they were not moved by momentum."""
+        b, b2 = group["betas"]
+        rate = float(group["lr"]) * lr_scale / math.sqrt(part) * (1 - _kept(b, part))
+        for parameter in _with_gradient(group):
+            assert parameter.grad is not None
+            state = self.optimizer.state[parameter]
+            square = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+            root = math.sqrt(1 - b2 ** (part * float(state["step"])))
+            flat = (
+                each.view(-1).split(CHUNK) for each in (parameter.detach(), parameter.grad, square)
+            )
+            for weights, gradient, mean in zip(*flat, strict=True):
+                if group["weight_decay"] and not group["decoupled_weight_decay"]:
+                    decay = group["weight_decay"]
+                    gradient = gradient.add(weights, alpha=-decay if group["maximize"] else decay)
+                size = mean.sqrt().add_(group["eps"] * root)
+                by = rate * root
+                weights.addcdiv_(gradient, size, value=by if group["maximize"] else -by)
 
 
 AHEAD_FOR: dict[type[Optimizer], type[Steps]] = {
@@ -186,14 +186,19 @@ def steps_of(optimizer: Optimizer, rule: MomentumRule) -> Steps:
     return AHEAD_FOR.get(type(optimizer), Steps)(optimizer) if rule == "ahead" else Steps(optimizer)
 
 
-def geometric(b: float, n: float) -> float:
-    """Return 1 + b + ... + b**(n-1), for any n: what n batches of the same gradient add up to."""
-    return n if b == 1 else (1 - b**n) / (1 - b)
+def _looks_ahead(group: Group) -> bool:
+    """Return whether there is momentum, of the usual kind."""
+    return 0 < group["momentum"] < 1 and not group["dampening"]
 
 
-def _ahead(group: Group) -> float:
-    """Nesterov's momentum looks one batch ahead itself."""
-    return AHEAD + bool(group["nesterov"])
+def _kept(b: float, part: float) -> float:
+    """Return the part of an update that is momentum's: in the formula above, k s b**f."""
+    return SHARE * b**part / (1 - b + SHARE * b**part) if b else 1.0
+
+
+def _scaled(state: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    buffer = state.get("momentum_buffer")
+    return dict(state) if buffer is None else {**state, "momentum_buffer": buffer * factor}
 
 
 def _with_gradient(group: Group) -> list[Tensor]:

@@ -244,9 +244,9 @@ class RowServerState:
                 self._add(grads, decision.step)
             return
         lr, base_lr = self._rates[decision.version]
-        # Most rows are in one part of a batch only. So a gradient counts as in the mean over the batch, at the
-        # whole rate: an optimizer that divides by the size of gradients would not move a row further for a
-        # larger one at a smaller rate.
+        # Most rows are in one part of a batch only. So a gradient counts as in the mean over the batch, at
+        # the whole rate: an optimizer that divides by the size of gradients would not move a row further
+        # for a larger one at a smaller rate.
         part = decision.part if self._by_part else 1.0
         self.tables.apply(
             all_grads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from manyhands.ps import partial_steps
-from manyhands.ps.partial_steps import AHEAD, Steps, geometric, steps_of
+from manyhands.ps.partial_steps import SHARE, Steps, steps_of
 
 LR, B = 0.1, 0.9
 SIZE = 6
@@ -26,7 +27,6 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 MOMENTUM: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=LR, momentum=B),
     "nesterov": lambda p: torch.optim.SGD(p, lr=LR, momentum=B, nesterov=True),
-    "dampened": lambda p: torch.optim.SGD(p, lr=LR, momentum=B, dampening=0.25),
     "adam": lambda p: torch.optim.Adam(p, lr=LR, betas=(B, 0.99)),
     "adamw": lambda p: torch.optim.AdamW(p, lr=LR, betas=(B, 0.99), weight_decay=0.1),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=LR, betas=(B, 0.99), amsgrad=True),
@@ -81,34 +81,24 @@ def test_the_parts_of_a_batch_add_to_momentum_what_the_batch_adds(
         torch.testing.assert_close(cut.moments[key], moment)
 
 
-def test_the_weights_are_those_that_momentum_alone_will_reach() -> None:
-    """A twin without look-ahead gets the same gradients, and then none: it comes to where the other is."""
-    n = 4
+@pytest.mark.parametrize(("n", "batches"), [(1, 1.9), (4, 1.8), (64, 1.7)])
+def test_the_weights_are_those_that_momentum_alone_will_reach(n: int, batches: float) -> None:
+    """A twin without look-ahead gets the same gradients, and then none: it passes where the other is."""
+    f = 1 / n
     ahead, momentum, place = Run(MOMENTUM["sgd"]), NOTHING, weights().detach().clone()
     for step in range(10):
-        seen = ahead.step(gradient(step), 1 / n)
-        momentum = B ** (1 / n) * momentum + geometric(B, 1 / n) * gradient(step)
-        place = place - LR / n * momentum
-    for _ in range(round(AHEAD * n)):
-        momentum = B ** (1 / n) * momentum
-        place = place - LR / n * momentum
-    torch.testing.assert_close(seen, place)
+        seen = ahead.step(gradient(step), f)
+        momentum = B**f * momentum + (1 - B**f) / (1 - B) * gradient(step)
+        place = place - LR * f * momentum
+    kept = SHARE * B**f / (1 - B + SHARE * B**f)
+    assert math.log(kept, B) == pytest.approx(batches, abs=0.06), "kept is what momentum is by then"
+    # The sum of the pushes until then, which need not be a whole number of them.
+    torch.testing.assert_close(seen, place - LR * f * B**f * (1 - kept) / (1 - B**f) * momentum)
 
 
-def test_one_batch_ahead_is_nesterovs_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_steps, "AHEAD", 1.0)
+def test_whole_batches_with_all_of_momentum_are_nesterovs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_steps, "SHARE", 1.0)
     mine, torchs = Run(MOMENTUM["sgd"]), Run(MOMENTUM["nesterov"], "none")
-    for step in range(5):
-        torch.testing.assert_close(mine.step(gradient(step)), torchs.step(gradient(step)))
-
-
-@pytest.mark.parametrize("name", [name for name in MOMENTUM if name != "dampened"])
-def test_whole_batches_without_a_look_ahead_are_torchs_steps(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All but torch's quirk that the first gradient is not dampened."""
-    monkeypatch.setattr(partial_steps, "AHEAD", 0.0)
-    mine, torchs = Run(MOMENTUM[name]), Run(MOMENTUM[name], "none")
     for step in range(5):
         expected = torchs.step(gradient(step), lr_scale=0.5)
         torch.testing.assert_close(mine.step(gradient(step), lr_scale=0.5), expected)
@@ -127,19 +117,18 @@ def test_a_gradient_moves_the_weights_as_far_as_in_one_process(parts: int) -> No
 
 def test_weight_decay_and_maximize_count_as_in_a_gradient() -> None:
     def make(params: list[nn.Parameter]) -> Optimizer:
-        return torch.optim.SGD(params, lr=1e-4, momentum=B, weight_decay=0.5, maximize=True)
+        return torch.optim.SGD(params, lr=LR, momentum=B, weight_decay=0.5, maximize=True)
 
-    run = Run(make)
-    before, grad = weights().detach(), gradient(0)
-    after = run.step(grad, 0.25)
-    first = geometric(B, 0.25) * B**AHEAD + geometric(B, AHEAD)
-    expected = before - 0.25 * 1e-4 * first * (0.5 * before - grad)
-    torch.testing.assert_close(after, expected, rtol=0, atol=1e-8)  # to first order in the rate
+    mine, plain = Run(make), Run(MOMENTUM["sgd"])
+    for step in range(4):
+        expected = plain.step(0.5 * plain.parameter.detach() - gradient(step), 0.25)
+        torch.testing.assert_close(mine.step(gradient(step), 0.25), expected)
 
 
 @pytest.mark.parametrize("name", ["adam", "amsgrad"])
 def test_adam_looks_ahead_by_the_mean_and_goes_by_the_root_of_the_part(name: str) -> None:
     run, f, b2 = Run(MOMENTUM[name]), 0.25, 0.99
+    kept = SHARE * B**f / (1 - B + SHARE * B**f)
     mean = square = largest = np.zeros(SIZE)
     expected = weights().detach().numpy()
     for step in range(1, 6):
@@ -148,7 +137,7 @@ def test_adam_looks_ahead_by_the_mean_and_goes_by_the_root_of_the_part(name: str
         square = b2**f * square + (1 - b2**f) * grad**2
         largest = np.maximum(largest, square) if name == "amsgrad" else square
         size = np.sqrt(largest / (1 - b2 ** (f * step))) + 1e-8
-        ahead = B**AHEAD * mean / (1 - B ** (f * step)) + (1 - B**AHEAD) * grad
+        ahead = kept * mean / (1 - B ** (f * step)) + (1 - kept) * grad
         expected = expected - LR * np.sqrt(f) * ahead / size
         np.testing.assert_allclose(run.step(gradient(step), f).numpy(), expected, rtol=1e-6)
 
@@ -191,8 +180,10 @@ class OwnSgd(torch.optim.SGD):
         lambda p: torch.optim.RMSprop(p, lr=LR, momentum=B),
         lambda p: OwnSgd(p, lr=LR, momentum=B),
         lambda p: torch.optim.SGD(p, lr=LR),
+        lambda p: torch.optim.SGD(p, lr=LR, momentum=B, dampening=0.25),
+        lambda p: torch.optim.SGD(p, lr=LR, momentum=1.0),
     ],
-    ids=["nadam", "rmsprop", "subclass", "without momentum"],
+    ids=["nadam", "rmsprop", "subclass", "without momentum", "dampened", "without friction"],
 )
 def test_optimizers_without_a_known_momentum_do_their_own_steps(make: Make) -> None:
     mine, torchs = Run(make), Run(make, "none")
@@ -205,7 +196,17 @@ def test_the_rule_none_is_the_optimizers_own_step() -> None:
     assert type(Run(MOMENTUM["sgd"], "none").steps) is Steps
 
 
-def test_geometric_sums() -> None:
-    assert geometric(0.5, 3) == pytest.approx(1 + 0.5 + 0.25)
-    assert geometric(1.0, 3) == 3
-    assert geometric(0.0, 2) == 1
+@pytest.mark.parametrize("name", MOMENTUM)
+def test_the_state_of_a_checkpoint_is_that_of_the_optimizer_itself(name: str) -> None:
+    """After whole batches, momentum is what torch's own steps make it, and it is read back bit by bit."""
+    mine, torchs = Run(MOMENTUM[name]), Run(MOMENTUM[name], "none")
+    for step in range(3):
+        mine.step(gradient(step))
+        torchs.step(gradient(step))
+    (group,) = mine.steps.optimizer.param_groups
+    held = mine.steps.optimizer.state[mine.parameter]
+    exported = mine.steps.exported(held, group)
+    for key, moment in torchs.moments.items():
+        torch.testing.assert_close(exported[key], moment)
+    for key, value in mine.steps.imported(exported, group).items():
+        assert torch.equal(value, held[key]), key
