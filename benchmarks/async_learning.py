@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import heapq
 import itertools
 import json
@@ -396,7 +397,10 @@ class Simulation:
 def simulated(args: argparse.Namespace, rule: Compared, workers: int, seed: int) -> int | None:
     job = JOBS[args.optimizer](seed)
     simulation = Simulation(job, workers, rule, delay=args.delay, slow=args.slow)
-    return simulation.samples_to(TARGET, epochs=args.epochs)
+    samples = simulation.samples_to(TARGET, epochs=args.epochs)
+    del simulation
+    gc.collect()  # it has cycles, and tens of copies of the model
+    return samples
 
 
 def real(args: argparse.Namespace, strategy: str, workers: int, seed: int) -> int | None:
