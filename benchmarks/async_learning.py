@@ -413,6 +413,10 @@ def real(args: argparse.Namespace, strategy: str, workers: int, seed: int) -> in
         )
         with harness.command(*arguments, run=run) as running:
             done = running.wait(timeout_s=args.timeout)
+        if done.code != 0:
+            raise RuntimeError(
+                f"{strategy} with {workers} workers, seed {seed}: {done.err[-2000:]}"
+            )
         for event in done.of("Evaluated"):
             if event["metrics"]["accuracy"] >= TARGET:
                 return event["step"] * Mnist.batch_size
