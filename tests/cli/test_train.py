@@ -43,7 +43,7 @@ def test_the_summary_has_the_outcome(done: harness.Finished) -> None:
     assert summary["outcome"] == "finished"
     assert (summary["strategy"], summary["workers"]) == ("allreduce", 2)
     assert (summary["steps"], summary["epochs"], summary["samples"]) == (35, 5, 5 * 98)
-    assert summary["bytes_sent"] == sum(e["bytes_sent"] for e in done.steps) > 0
+    assert summary["bytes_sent"] == sum(e["bytes_sent"] for e in done.steps)
     evaluations = done.of("Evaluated")
     assert len(evaluations) == 5
     assert summary["final_metrics"] == evaluations[-1]["metrics"]

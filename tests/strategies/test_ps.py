@@ -85,9 +85,9 @@ def test_ssp_holds_its_bound(tmp_path: Path) -> None:
 def test_backup_goes_on_without_the_slowest(tmp_path: Path) -> None:
     race = run_race("ps:backup(spares=1)", tmp_path)
     assert 1 <= race.slow < mean(race.fast) / 4, f"{race}"
-    # A step is 3 parts; what came too late was computed again by others.
+    # A step is 3 parts; one in each step may come too late, and is computed again by others.
     redone = race.slow + sum(race.fast) - 3 * race.num_steps
-    assert 0 <= redone <= race.slow + 3
+    assert 0 <= redone <= race.num_steps
     assert race.staleness["max"] <= 1
 
 

@@ -43,7 +43,7 @@ def test_conformance_with_threads(check: Check, tmp_path: Path) -> None:
 
 def test_a_step_counts_once_per_replica(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    done = PAIRED.train("Tokens", run, EQUAL)
+    done = Case("paired(transport=tcp)", workers=4).train("Tokens", run, EQUAL)
     (view,) = done.of("ViewChanged")
     assert view["replica_size"] == 2
     for step in done.steps:
@@ -51,7 +51,9 @@ def test_a_step_counts_once_per_replica(tmp_path: Path) -> None:
         assert step["measures"] == {"double": pytest.approx(2 * step["loss"], rel=1e-5)}
     alone = Case("single", workers=1).train("Tokens", tmp_path / "alone")
     assert done.losses == pytest.approx(alone.losses, rel=1e-5)
-    pairs = Case("allreduce", workers=4).train("Tokens", tmp_path / "allreduce", EQUAL)
+    pairs = Case("allreduce(transport=tcp)", workers=4).train(
+        "Tokens", tmp_path / "allreduce", EQUAL
+    )
     ours, theirs = (sum(s["bytes_sent"] for s in run.steps) for run in (done, pairs))
     assert theirs < ours < 1.3 * theirs, "those of all four workers, and what pairs compare"
 
