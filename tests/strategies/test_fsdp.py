@@ -29,6 +29,7 @@ def test_conformance(check: Check, tmp_path: Path) -> None:
     check(SHARDED, tmp_path)
 
 
+@pytest.mark.long
 def test_three_workers_with_micro_batches_make_equally_many_forwards(tmp_path: Path) -> None:
     """The last batch has two samples for three workers, and the evaluation 31. Unequal numbers of forwards
     would hang."""

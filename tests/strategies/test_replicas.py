@@ -41,6 +41,7 @@ def test_conformance_with_threads(check: Check, tmp_path: Path) -> None:
     check(Case("paired", workers=4, in_process=True), tmp_path)
 
 
+@pytest.mark.long
 def test_a_step_counts_once_per_replica(tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = Case("paired(transport=tcp)", workers=4).train("Tokens", run, EQUAL)
