@@ -7,16 +7,20 @@ too, if the group is cut.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
+import termios
 from collections.abc import Iterator
 from contextlib import suppress
 
 from manyhands.transport.keepalive import ask_now_and_then
 
-_TCP_INFO = struct.Struct("@144xI52xQ")
-"""`tcpi_notsent_bytes` and `tcpi_bytes_sent` in `struct tcp_info`, since Linux 4.19."""
+_TCP_INFO = struct.Struct("@120xQ")
+"""`tcpi_bytes_acked` in `struct tcp_info`, since Linux 4.1. `tcpi_bytes_sent` would count twice what TCP sends
+again, which a busy machine does even on loopback: 64 kB at a time."""
+_QUEUED = struct.Struct("@i")
 
 
 class Connections:
@@ -51,9 +55,9 @@ class Connections:
                 yield connection
 
     def bytes_sent(self) -> int | None:
-        """Return the bytes that were sent so far, as the kernel counts them, with those that wait in its
-        queues; None if it does not count, or if there are no connections. Takes about 5 us per connection:
-        cheap enough for every step."""
+        """Return the bytes that were written so far, as the kernel counts them: acknowledged, under way or
+        waiting in its queues, each byte once. None if it does not count, or if there are no connections. Takes
+        about 5 us per connection: cheap enough for every step."""
         for number, identity in self._sockets.items():
             with suppress(OSError):
                 if f"socket:[{os.fstat(number).st_ino}]" != identity:
@@ -66,7 +70,10 @@ class Connections:
                     )
                 if len(info) < _TCP_INFO.size:
                     return None
-                self._bytes_sent[number] = sum(_TCP_INFO.unpack(info))
+                # Read second: what is acknowledged in between is missing from this count, not in it twice.
+                queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(_QUEUED.size))
+                count = _TCP_INFO.unpack(info)[0] + _QUEUED.unpack(queued)[0]
+                self._bytes_sent[number] = max(count, self._bytes_sent.get(number, 0))
         return sum(self._bytes_sent.values()) if self._bytes_sent else None
 
     def shut_down(self) -> None:
