@@ -18,8 +18,8 @@ from contextlib import suppress
 from manyhands.transport.keepalive import ask_now_and_then
 
 _TCP_INFO = struct.Struct("@120xQ")
-"""`tcpi_bytes_acked` in `struct tcp_info`, since Linux 4.1. `tcpi_bytes_sent` would count twice what TCP sends
-again, which a busy machine does even on loopback: 64 kB at a time."""
+"""`tcpi_bytes_acked` in `struct tcp_info`, since Linux 4.1. `tcpi_bytes_sent` would count twice what TCP
+sends again, which a busy machine does even on loopback: 64 kB at a time."""
 _QUEUED = struct.Struct("@i")
 
 
@@ -56,8 +56,8 @@ class Connections:
 
     def bytes_sent(self) -> int | None:
         """Return the bytes that were written so far, as the kernel counts them: acknowledged, under way or
-        waiting in its queues, each byte once. None if it does not count, or if there are no connections. Takes
-        about 5 us per connection: cheap enough for every step."""
+        waiting in its queues, each byte once. None if it does not count, or if there are no connections.
+        Takes about 5 us per connection: cheap enough for every step."""
         for number, identity in self._sockets.items():
             with suppress(OSError):
                 if f"socket:[{os.fstat(number).st_ino}]" != identity:
