@@ -30,12 +30,13 @@ lint: setup  ## ruff: format and lint
 types: setup  ## mypy on src
 	@$(BIN)/mypy
 
+WHOLE := tests/api tests/chaos tests/cli tests/examples tests/strategies
 THREADS := tests/strategies/test_in_process.py tests/strategies/test_pairs_in_process.py
 
 unit: setup  ## the tests, in two processes: those of whole runs mostly wait
-	@others=$$(mktemp); { $(BIN)/python -m pytest --ignore=tests/chaos --ignore=tests/cli --ignore=tests/strategies; one=$$?; \
+	@others=$$(mktemp); { $(BIN)/python -m pytest $(WHOLE:%=--ignore=%); one=$$?; \
 		$(BIN)/python -m pytest --core 0 $(THREADS) && exit $$one; } > $$others 2>&1 & others_id=$$!; \
-	$(BIN)/python -m pytest tests/chaos tests/cli tests/strategies $(THREADS:%=--ignore=%); whole=$$?; \
+	$(BIN)/python -m pytest $(WHOLE) $(THREADS:%=--ignore=%); whole=$$?; \
 	wait $$others_id; other=$$?; cat $$others; rm $$others; exit $$((whole + other))
 
 suite: setup  ## the conformance suite with threads: all strategies and pairs, in less than a minute on two cores

@@ -59,7 +59,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> harness.Finished:
     return case.train("Dropout", tmp_path_factory.mktemp("whole") / "run", epochs=SHORT, pause_s=0)
 
 
-@pytest.mark.parametrize("transport", [pytest.param("shm", marks=pytest.mark.long), "tcp"])
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_dedicated_server_dies_and_no_bit_changes(
     transport: str, undisturbed: harness.Finished, tmp_path: Path
 ) -> None:

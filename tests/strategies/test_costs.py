@@ -19,7 +19,6 @@ WITHIN = 0.05
 SHORT = {
     "allreduce(transport=tcp) x2",
     "ps:sync(transport=tcp) x3 GatedRows",
-    "ps:async(transport=tcp) x3",
 }
 """Those of `make test`; the others are in `make long`."""
 SHORT_MEMORY = {"allreduce x2"}

@@ -17,12 +17,10 @@ GROUPS = ("everyone", "pair", "trio", "inner")
 OPERATIONS = (
     *("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_and_recv"),
 )
-SOME = ["everyone/all_to_all 3", "pair/all_gather 1", "trio/reduce_scatter 0", "inner/split 0"]
 ALL = [
     *(f"{group}/{what} {place % 2}" for place, what in enumerate(OPERATIONS) for group in GROUPS),
     "inner/split 1",
 ]
-
 
 pytestmark = pytest.mark.usefixtures("extra_strategies")
 
@@ -36,12 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
-    [
-        SOME,
-        *(pytest.param(ALL[n::5], marks=pytest.mark.long) for n in range(5)),
-    ],
+    [ALL[n::5] for n in range(5)],
     ids=lambda plan: plan[0].replace(" ", "-"),
 )
 def test_a_death_inside_any_operation_of_any_split(

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("extra_strategies")
         conformance.equals_single,
         pytest.param(conformance.equals_single_with_own_weights, marks=pytest.mark.long),
         pytest.param(conformance.repeats_and_resumes_bit_equal, marks=pytest.mark.long),
-        conformance.survives_a_kill,
+        pytest.param(conformance.survives_a_kill, marks=pytest.mark.long),
         conformance.reports_the_bytes_it_sends,
     ],
     ids=lambda check: check.__name__,

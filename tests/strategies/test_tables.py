@@ -32,7 +32,10 @@ SYNCHRONOUS = [
         Case("ps:sync(transport=tcp)", workers=2, flags=("--trust-network",)),
         marks=pytest.mark.long,
     ),
-    Case("ps:sync(transport=tcp,placement=dedicated,servers=3)", workers=2),
+    pytest.param(
+        Case("ps:sync(transport=tcp,placement=dedicated,servers=3)", workers=2),
+        marks=pytest.mark.long,
+    ),
     pytest.param(
         Case("ps:sync(transport=tcp,replicas=0)", workers=3, flags=("--trust-network",)),
         marks=pytest.mark.long,

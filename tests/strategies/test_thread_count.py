@@ -27,9 +27,10 @@ class Counting(Regression):
 MAX_THREADS = 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
-    [(), pytest.param(("--trust-network",), marks=pytest.mark.long)],
+    [(), ("--trust-network",)],
     ids=["tls", "secret"],
 )
 def test_a_worker_that_is_also_a_server_has_few_threads(

@@ -206,7 +206,7 @@ def test_in_lockstep_a_death_changes_no_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [PARTS, pytest.param(STEPS, marks=pytest.mark.long)], ids=["parts", "steps"]
+    "config", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
 )
 def test_the_dead_are_replaced_under_new_names(tmp_path: Path, config: Lockstep) -> None:
     watcher = Watcher()
@@ -273,6 +273,7 @@ def test_a_frozen_member_is_ended_and_the_others_continue(tmp_path: Path, config
         assert recovered.detection_s > 2
 
 
+@pytest.mark.long
 def test_two_deaths_at_once(tmp_path: Path) -> None:
     watcher = Watcher()
 
@@ -305,6 +306,7 @@ def test_without_members_all_may_restart(tmp_path: Path) -> None:
     assert [(e.member, e.workers) for e in watcher.of(ev.MemberLost)] == [("worker-0", 0)]
 
 
+@pytest.mark.long
 def test_servers_stand_beside_the_workers_and_may_die(tmp_path: Path) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(9), lambda: watcher.kill("server-0")))
