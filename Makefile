@@ -30,7 +30,7 @@ lint: setup  ## ruff: format and lint
 types: setup  ## mypy on src
 	@$(BIN)/mypy
 
-WHOLE := tests/api tests/chaos tests/cli tests/examples tests/strategies
+WHOLE := tests/api tests/chaos tests/cli tests/examples tests/hosts tests/strategies
 THREADS := tests/strategies/test_in_process.py tests/strategies/test_pairs_in_process.py
 
 unit: setup  ## the tests, in two processes: those of whole runs mostly wait
