@@ -61,8 +61,6 @@ class ReceivedGrads:
 
 
 class RowServerState:
-    undo: UndoLog | None = None
-
     def __init__(
         self,
         name: str,
@@ -91,6 +89,10 @@ class RowServerState:
         self._arrived: list[tuple[str, int, RowChunk]] = []
         self._rates: dict[int, tuple[float, float]] = {}
         """(learning rate, base learning rate) of the last versions."""
+        self.undo = self._make_undo_log()
+
+    def _make_undo_log(self) -> UndoLog | None:
+        return None
 
     # A view begins ------------------------------------------------------------------------------
 
@@ -283,20 +285,11 @@ class SharedRowState(RowServerState):
     """Rows in shared memory: workers read rows and write gradients there, without messages."""
 
     undo: UndoLog
+    _undo_logs: Mapping[str, UndoLog] = {}
+    """Undo logs of the other servers."""
 
-    def __init__(
-        self,
-        name: str,
-        tables: TableStores,
-        *,
-        adds: bool,
-        bits: int = 32,
-        by_part: bool = False,
-    ) -> None:
-        super().__init__(name, tables, adds=adds, bits=bits, by_part=by_part)
-        self.undo = UndoLog.create()
-        self._undo_logs: dict[str, UndoLog] = {}
-        """Undo logs of the other servers."""
+    def _make_undo_log(self) -> UndoLog:
+        return UndoLog.create()
 
     def begin(self, version: int) -> None:
         super().begin(version)
