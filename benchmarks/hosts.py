@@ -2,19 +2,20 @@
 
 The hosts are those of a lab (network namespaces of this machine, connected by links of a given rate), so
 this needs root. All contenders have the same model, batch per worker, synthetic data, optimizer and threads,
-with one worker per host. Each repeat runs every contender once, in rotating order; ratios are taken within a
-repeat.
+with one worker per host unless --workers-per-host says otherwise. Each repeat runs every contender once, in
+rotating order; ratios are taken within a repeat.
 
 Bytes are those sent by the hosts' interfaces during the timed part, per step. `least` is 2 (n-1)/n times the
-parameters: the minimum that each host sends if summing is shared equally. A lab's interfaces pass packets of
-about 64 KB and count their headers once (0.1 %); a real network with packets of 1,500 bytes adds about 4 %
-for all contenders. The timed part begins and ends within a step, and bytes are sent in bursts: with few
-steps, this causes an error of about half a percent in either direction.
+parameters for n hosts: the minimum that each sends if summing is shared equally. A lab's interfaces pass
+packets of about 64 KB and count their headers once (0.1 %); a real network with packets of 1,500 bytes adds
+about 4 % for all contenders. The timed part begins and ends within a step, and bytes are sent in bursts: with
+few steps, this causes an error of about half a percent in either direction.
 
     python benchmarks/hosts.py                                  about an hour on two cores
     python benchmarks/hosts.py --quick                          a test run, without usable numbers
     python benchmarks/hosts.py --hosts 2,4 --bandwidth 100mbit --models perceptron
     python benchmarks/hosts.py --only "allreduce,allreduce(bucket_mb=1),ps:sync(servers=1)"
+    python benchmarks/hosts.py --hosts 2 --workers-per-host 2   both reduce in their host before they send
     python benchmarks/hosts.py --against COMMIT                 compare with another commit
 
 The hosts share the cores of this machine: with more hosts than cores, they take turns computing. On a slow
@@ -125,8 +126,8 @@ def main() -> None:
     machine = describe_machine()
     print(machine["words"])
     print(
-        f"links of {given.bandwidth}, {given.repeats} repeat(s), one worker of {given.threads} thread(s) "
-        "a host"
+        f"links of {given.bandwidth}, {given.repeats} repeat(s), {given.workers_per_host} worker(s) of "
+        f"{given.threads} thread(s) a host"
     )
     with against.trees(given.against) as trees:
         measure_labs(given, machine, trees)
@@ -140,7 +141,7 @@ def measure_labs(given: argparse.Namespace, machine: dict[str, Any], trees: list
                 load = make_load(model, num_hosts, given)
                 rows = measure_all(lab, load, given, trees)
                 print(f"\n{model}: {MODELS[model]}; {num_hosts} hosts, {load.steps} timed steps")
-                print(*table(rows, load), sep="\n", flush=True)
+                print(*table(rows, load, num_hosts), sep="\n", flush=True)
                 for tree in trees[1:]:
                     others = {name: rows.get(tree.label(name)) for name in given.only}
                     ratios = {name: rows[name].over(row) for name, row in others.items() if row}
@@ -148,7 +149,8 @@ def measure_labs(given: argparse.Namespace, machine: dict[str, Any], trees: list
                 results.append(
                     {
                         "load": json.loads(load.to_json()),
-                        "least_bytes": least_bytes(load),
+                        "hosts": num_hosts,
+                        "least_bytes": least_bytes(load, num_hosts),
                         "rows": {name: record(row, rows[DDP]) for name, row in rows.items()},
                     }
                 )
@@ -194,14 +196,14 @@ def measure(lab: Lab, name: str, load: Load, deadline_s: float, tree: Tree) -> M
         num_bytes = counters.between(speed["began"], speed["ended"])
     steps_per_s = speed["samples_per_s"] / (load.workers * load.batch)
     steps = steps_per_s * (speed["ended"] - speed["began"])
-    return Measured(steps_per_s, num_bytes / steps / load.workers)
+    return Measured(steps_per_s, num_bytes / steps / len(lab.hosts))
 
 
 def by_torchrun(lab: Lab, load: Load, folder: Path, deadline_s: float) -> dict[str, Any]:
-    commands = []
+    commands, per_host = [], load.workers // len(lab.hosts)
     for host in lab.hosts:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
-        command += ["--nnodes", str(load.workers), "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(per_host)]
+        command += ["--nnodes", str(len(lab.hosts)), "--rdzv-backend", "c10d", "--rdzv-id", "bench"]
         command += ["--rdzv-endpoint", f"{lab.hosts[0].name}:29400", "--local-addr", host.address]
         commands.append([*command, str(HERE / "hosts_ddp.py"), load.to_json(), str(folder)])
     on_all_hosts(lab, commands, {}, load, folder, deadline_s)
@@ -217,12 +219,13 @@ def by_manyhands(
         *(sys.executable, "-m", "manyhands.cli.main", "train"),
         *(str(tree.benchmark(ps_ours.JOB)), "--on", "env"),
         *("--strategy", spec, "--threads", str(load.threads), "--device", "cpu"),
+        *("--workers", str(load.workers), "--slots", str(load.workers // len(lab.hosts))),
         *("--set", f"size={load.model}", "--set", f"steps={load.all_steps}"),
         *("--set", f"batch_size={load.workers * load.batch}"),
         *("--run-dir", str(folder / "run"), "--quiet", *flags),
     ]
     env = {"MANYHANDS_KEY": secrets.token_hex(32), **tree.environ()}
-    on_all_hosts(lab, [command] * load.workers, env, load, folder, deadline_s)
+    on_all_hosts(lab, [command] * len(lab.hosts), env, load, folder, deadline_s)
     return ps_ours.speed(list(ps_ours.read_events(folder / "run" / "events.jsonl")), load.warm_up)
 
 
@@ -257,12 +260,13 @@ def on_all_hosts(
             host.kill_all()
 
 
-def least_bytes(load: Load) -> float:
+def least_bytes(load: Load, hosts: int) -> float:
     """That a host sends in a step, at least."""
-    return 2 * (load.workers - 1) / load.workers * load.parameter_bytes
+    return 2 * (hosts - 1) / hosts * load.parameter_bytes
 
 
-def table(rows: dict[str, Row], load: Load) -> list[str]:
+def table(rows: dict[str, Row], load: Load, hosts: int) -> list[str]:
+    least = least_bytes(load, hosts)
     head = (
         "contender",
         "steps/s  median (min .. max)",
@@ -282,11 +286,11 @@ def table(rows: dict[str, Row], load: Load) -> list[str]:
                 spread([run.steps_per_s for run in row.runs.values()], ".2f"),
                 spread(ratios, ".3f") if ratios else "-",
                 f"{sent / 1e6:.2f}",
-                f"{sent / least_bytes(load):.3f}",
+                f"{sent / least:.3f}",
             )
         )
     lost = [f"{row.contender}: not measured: {row.failed}" for row in rows.values() if row.failed]
-    return [*aligned(lines), f"least: {least_bytes(load) / 1e6:.2f} MB a step and host", *lost]
+    return [*aligned(lines), f"least: {least / 1e6:.2f} MB a step and host", *lost]
 
 
 def record(row: Row, ddp: Row) -> dict[str, Any]:
@@ -304,7 +308,7 @@ def make_load(model: str, num_hosts: int, given: argparse.Namespace) -> Load:
         steps, warm_up = QUICK[model], 3
     return Load(
         model=model,
-        workers=num_hosts,
+        workers=num_hosts * given.workers_per_host,
         threads=given.threads,
         batch=given.batch or MODELS[model].batch,
         steps=round(given.scale * steps),
@@ -319,6 +323,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--bandwidth", default="1gbit", help="bandwidth of each link (default: 1gbit)"
     )
+    parser.add_argument("--workers-per-host", type=int, default=1, metavar="N", help="default: 1")
     parser.add_argument("--models", default=",".join(STEPS), help=f"of {', '.join(STEPS)}")
     parser.add_argument(
         "--only",
