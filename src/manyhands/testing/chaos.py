@@ -3,6 +3,10 @@
     python -m manyhands.testing.chaos                                  about 200 kills in runs of every kind
     python -m manyhands.testing.chaos --only allreduce --kills 100 --doubles 0 --epochs 1500
 
+One kind has two hosts of two workers each: two processes with temporary folders of their own count as two
+hosts. There, this program does the single kills, too, since `--chaos` reaches only one of the hosts; and the
+coordinator is left alone.
+
 Single kills and pauses are injected with `--chaos`, which kills only members that the run can do without,
 spread over the steps of the run. Other kills come from this program, in random order: two members up to 0.3 s
 apart, all members at once, and the coordinator, after which the run is resumed. After each of these, the run
@@ -22,6 +26,7 @@ import itertools
 import json
 import os
 import random
+import secrets
 import signal
 import sys
 import tempfile
@@ -37,17 +42,22 @@ from typing import Any
 from manyhands.testing import harness
 from manyhands.testing.conformance import EQUAL, Case, assert_once_an_epoch, counting_case
 from manyhands.testing.counting import COUNTING, Counting, check_counts, check_round_counts
+from manyhands.testing.ports import reserve_port
 
 MODES = ("ps:sync", "ps:async", "ps:ssp", "ps:backup")
 TRANSPORTS = ("shm", "tcp")
 PLACEMENTS = ("colocated", "dedicated")
+TWO_HOSTS = "two hosts"
 KINDS = [
     ("allreduce", "", ""),
+    ("allreduce", "", TWO_HOSTS),
     ("local(every=8)", "", ""),
     *itertools.product(MODES, TRANSPORTS, PLACEMENTS),
 ]
 SPARE_HANDLES = 6
 """Tolerated number of additional files or threads: a connection may be in progress."""
+SPARE_OF_FIRST = 40
+"""The same between hosts: who becomes the first worker keeps the store of the view, and leads its host."""
 LEAST_READINGS = 4
 """Minimum number of readings in each half of a member's life, to detect a leak."""
 RECOVERED_WITHIN_S, DONE_WITHIN_S = 60.0, 600.0
@@ -71,10 +81,11 @@ def case_of(mode: str, transport: str, placement: str) -> Case:
     spec = mode
     if transport:
         spec += f"(transport={transport}{',placement=dedicated' if dedicated else ''})"
+    hosts = ("--on", "env", "--slots", "2") if placement == TWO_HOSTS else ()
     return Case(
         spec,
-        workers=3,
-        flags=("--max-restarts", "1000", EQUAL),
+        workers=4 if hosts else 3,
+        flags=("--max-restarts", "1000", EQUAL, *hosts),
         # A small learning rate: gradients computed on old weights must not diverge.
         fields={"width": 20_000, "lr": 1e-4, "pause_s": 0.03},
     )
@@ -114,14 +125,21 @@ def train_with_kills(
     once, and the coordinator once."""
     rng = random.Random(f"{seed} {case.strategy}")
     outcome = ChaosRun(case, run)
+    several_hosts = "--on" in case.flags
     kills_outside = ["two"] * doubles + ["all"] * everybody + ["coordinator"] * coordinator
+    if several_hosts:
+        kills, kills_outside = 0, [*kills_outside, *["one"] * kills]
     rng.shuffle(kills_outside)
     chaos = ("--chaos", _chaos(kills, role, epochs, seed))
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
         arguments = case.arguments(job, run, *EVERY, *chaos, epochs=epochs)
-        environ = {"TMPDIR": scratch}
+        environ, *others = _environments(Path(scratch), hosts=2 if several_hosts else 1)
         with ExitStack() as stack:
             running = stack.enter_context(harness.command(*arguments, run=run, environ=environ))
+            agents = [
+                stack.enter_context(harness.command(*arguments, run=run, environ=other))
+                for other in others
+            ]
             running.wait_for_step(2)
             wanted = len(_view(running)["members"])
             for kind in kills_outside:
@@ -140,16 +158,38 @@ def train_with_kills(
                     _kill_members(running, outcome, rng, kind)
             _watch(running, outcome, DONE_WITHIN_S)
             outcome.done = running.wait(timeout_s=DONE_WITHIN_S)
+            for agent in agents:
+                assert agent.wait(timeout_s=RECOVERED_WITHIN_S).code == 0
             _note(running, outcome)
         if not harness.gone(list(outcome.pids)):
             outcome.left_over.append("processes")
-        outcome.left_over += os.listdir(scratch)
+        for each in (environ, *others):
+            outcome.left_over += os.listdir(each["TMPDIR"])
     outcome.left_over += _shared_memory_of(outcome.pids)
     _count_injected(outcome)
     return outcome
 
 
+def _environments(scratch: Path, *, hosts: int) -> list[dict[str, str]]:
+    """Return the variables of a process for each host: the first is the coordinator's."""
+    if hosts == 1:
+        return [{"TMPDIR": str(scratch)}]
+    place = {
+        "WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(reserve_port()),
+        "MANYHANDS_KEY": secrets.token_hex(16),
+    }
+    found = []
+    for rank in range(hosts):
+        (folder := scratch / f"host-{rank}").mkdir()
+        found.append({**place, "RANK": str(rank), "TMPDIR": str(folder)})
+    return found
+
+
 def _chaos(kills: int, role: str, epochs: int, seed: int) -> str:
+    if not kills:
+        return f"{PAUSE}; seed {seed}"
     last = int(LAST_KILL * STEPS_PER_EPOCH * epochs)
     steps = [last * (number + 1) // (kills + 1) for number in range(kills)]
     return "; ".join([*(f"kill {role} after step {step}" for step in steps), PAUSE, f"seed {seed}"])
@@ -182,6 +222,7 @@ def audit(
     pushes = summary["pushes"]
     if pushes is not None and not done.of("Resumed"):  # else both count from there
         assert pushes["applied"] == pushes["committed"] > 0, f"{pushes}\n{logs}"
+    spare = SPARE_OF_FIRST if "--on" in outcome.case.flags else SPARE_HANDLES
     for pid, readings in outcome.handles.items():
         # The numbers rise while members join and fall while some are missing. It is a leak if all later
         # readings are above all earlier ones.
@@ -189,7 +230,7 @@ def audit(
         if half < LEAST_READINGS:
             continue
         for each in range(2):  # files, threads
-            most = max(reading[each] for reading in readings[:half]) + SPARE_HANDLES
+            most = max(reading[each] for reading in readings[:half]) + spare
             least = min(reading[each] for reading in readings[half:])
             assert least <= most, f"process {pid} leaks: files, threads {readings}"
     assert not outcome.left_over, f"left over: {outcome.left_over}"
@@ -240,9 +281,11 @@ def _note(running: harness.RunningCommand, outcome: ChaosRun) -> None:
 def _kill_members(
     running: harness.RunningCommand, outcome: ChaosRun, rng: random.Random, kind: str
 ) -> None:
-    """Kill two members, or all, and wait until the run has recovered or is over."""
+    """Kill one member, two, or all, and wait until the run has recovered or is over."""
     members, pids = list(_view(running)["members"]), running.pids()
-    victims = _pair(members, rng) if kind == "two" else members
+    victims = members
+    if kind != "all":
+        victims = _pair(members, rng)[: 1 + (kind == "two")]
     killed = time.time()
     for victim in victims:
         if kind == "two" and victim != victims[0]:
@@ -251,13 +294,17 @@ def _kill_members(
             os.kill(pids[victim], signal.SIGKILL)
     outcome.killed += victims
     deadline = time.monotonic() + RECOVERED_WITHIN_S
-    while running.process.poll() is None and not _recovered(running.events(), victims, killed):
+    while not (step := _recovered(running.events(), victims, killed)):
+        if running.process.poll() is not None:
+            return
         if time.monotonic() > deadline:
             running.process.kill()
             raise AssertionError(
                 f"no step for {RECOVERED_WITHIN_S:.0f} s after {', '.join(victims)} died:\n{running.logs()}"
             )
         time.sleep(0.05)
+    if kind == "one":
+        outcome.pauses_s.append(step["time"] - killed)
 
 
 def _pair(members: Sequence[str], rng: random.Random) -> list[str]:
@@ -333,7 +380,7 @@ def main() -> int:
                     doubles=arguments.doubles,
                     epochs=arguments.epochs,
                     everybody=True,
-                    coordinator=True,
+                    coordinator=placement != TWO_HOSTS,
                 )
                 audit_counts(outcome, epochs=arguments.epochs)
                 told = [_describe(outcome)]
