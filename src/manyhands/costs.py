@@ -149,7 +149,7 @@ class CostFacts:
     gpu: bool = False
     """If true, each worker computes on a GPU."""
     spans_hosts: bool = False
-    """If true, members may run on several hosts later, so no memory is shared."""
+    """If true, members may run on several hosts later, so servers share no memory."""
     encrypted: bool = True
     """If true, links over the network use TLS."""
     late_parts: float = 0.0

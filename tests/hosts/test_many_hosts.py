@@ -187,12 +187,37 @@ def test_inside_one_host_they_share_memory_and_need_no_key(tmp_path: Path) -> No
     assert done.of("ViewChanged")[0]["transport"] == "shared memory"
 
 
+def test_the_workers_of_each_host_share_memory(tmp_path: Path) -> None:
+    """Also after the death of one that speaks for its host."""
+    run, fields = tmp_path / "run", {"pause_s": 0.05, "epochs": 6, "anneal": False}
+    with together(tmp_path) as hosts:
+        first, second = by_hand(hosts, 2, arguments(run, "allreduce", "--slots", "2", **fields))
+        until(lambda: step_reached(run, 10), END_S)
+        started = [e for e in read_events(run / "events.jsonl") if e["event"] == "MemberStarted"]
+        of_second = [e for e in started if e["host"] != started[0]["host"]]
+        os.kill(of_second[0]["pid"], signal.SIGKILL)
+        done = ended(first, run)
+        assert second.wait() == 0
+    alone = train("Regression", tmp_path / "alone", **{**fields, "pause_s": 0})
+    check_curve(done, alone)
+    check_every_sample(done)
+    assert len(started) == 4
+    assert [lost["member"] for lost in done.of("MemberLost")] == [of_second[0]["member"]]
+    transports = [view["transport"] for view in done.of("ViewChanged")]
+    assert len(transports) > 1
+    assert {text.rpartition(" on ")[0] for text in transports} == {
+        "shared memory, between hosts gloo"
+    }
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("strategy", ["allreduce", "ps:sync", "ps:async"])
-def test_a_host_dies_and_comes_back(tmp_path: Path, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "slots"), [("allreduce", 1), ("allreduce", 2), ("ps:sync", 1), ("ps:async", 1)]
+)
+def test_a_host_dies_and_comes_back(tmp_path: Path, strategy: str, slots: int) -> None:
     run = tmp_path / "run"
     with together(tmp_path) as hosts:
-        given = arguments(run, strategy, pause_s=0.05, epochs=30)
+        given = arguments(run, strategy, "--slots", str(slots), pause_s=0.05, epochs=30)
         port = reserve_port()
         started = [
             hosts.start(manyhands(*given), environ=place(rank, 3, port)) for rank in range(3)
@@ -205,9 +230,9 @@ def test_a_host_dies_and_comes_back(tmp_path: Path, strategy: str) -> None:
         assert started[2].wait() == 0
         assert again.wait() == 0
     check_every_sample(done)
-    (lost,) = done.of("MemberLost")
-    assert "is lost" in lost["reason"]
-    assert len(done.of("ViewChanged")[-1]["members"]) == 3
+    assert len(lost := done.of("MemberLost")) == slots
+    assert all("is lost" in each["reason"] for each in lost)
+    assert len(done.of("ViewChanged")[-1]["members"]) == 3 * slots
 
 
 @pytest.mark.long

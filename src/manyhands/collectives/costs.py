@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from manyhands.costs import CostFacts, MemoryUse, Transfer, ring
-from manyhands.hosts.view import View, shares_memory
+from manyhands.hosts.view import View, reduces_in_hosts
 
 Transport = Literal["auto", "tcp"]
 """`auto`: workers of one host on CPUs reduce in shared memory. `tcp`: never."""
@@ -24,20 +24,39 @@ def all_reduce(
     view: View, num_bytes: int, what: str, *, transport: Transport, after: float = 1.0
 ) -> Iterator[Transfer]:
     """Yield the transfers of an all-reduce of all workers."""
-    workers = [seat.name for seat in view.workers]
-    if transport == "tcp" or not shares_memory(view):
-        yield from ring(workers, num_bytes, what, after=after)
+    if transport == "tcp" or not reduces_in_hosts(view):
+        yield from ring([seat.name for seat in view.workers], num_bytes, what, after=after)
         return
-    # A span of the tensor for each worker: it reads those of the others, and writes their sums.
-    each = num_bytes if num_bytes <= SMALL_BYTES else round(2 * num_bytes / len(workers))
-    for source in workers:
-        for to in workers:
-            if to != source:
-                yield Transfer(source, to, each, what, after, "memory")
+    hosts: dict[str, list[str]] = {}
+    for seat in view.workers:
+        hosts.setdefault(seat.host, []).append(seat.name)
+    leaders = [names[0] for names in hosts.values()]
+    for names in hosts.values():
+        # A span of the tensor for each worker: it reads those of the others, and they read its sums.
+        each = num_bytes if num_bytes <= SMALL_BYTES else round(2 * num_bytes / len(names))
+        for source in names:
+            for to in names:
+                # Of small ones only the leader adds up what travels on.
+                direct = (
+                    len(hosts) > 1 and num_bytes <= SMALL_BYTES and names[0] not in (source, to)
+                )
+                if to != source and not direct:
+                    yield Transfer(source, to, each, what, after, "memory")
+    yield from ring(leaders, num_bytes, what, after=after)
 
 
-def slots(facts: CostFacts, largest: int, *, transport: Transport) -> Iterator[MemoryUse]:
-    """Yield the memory through which tensors of at most so many bytes pass inside a host."""
-    if facts.hosts == 1 and facts.workers > 1 and not facts.gpu and transport == "auto":
-        pages = -(-min(largest, SLOT_BYTES) // PAGE)
-        yield MemoryUse("worker", "exchange", NUM_SLOTS * PAGE * pages)
+def sharing(
+    facts: CostFacts, largest: int, *, allocated: int, transport: Transport
+) -> Iterator[MemoryUse]:
+    """Yield the memory through which workers of one host reduce, besides their tensors.
+
+    Args:
+        largest: Bytes of the largest tensor that passes through slots.
+        allocated: Bytes of a worker's memory from `Group.allocate`.
+    """
+    if facts.workers <= facts.hosts or facts.gpu or transport == "tcp":
+        return
+    pages = -(-min(largest, SLOT_BYTES) // PAGE)
+    yield MemoryUse("worker", "exchange", NUM_SLOTS * PAGE * pages)
+    if facts.hosts > 1:
+        yield MemoryUse("host", "sums of a host", allocated + NUM_SLOTS * PAGE * pages)

@@ -22,7 +22,8 @@ What one worker can see alone is checked in every call: tensors that are written
 would write to the wrong places, without an error), and their sizes and dtypes must fit.
 
 Inside a host, workers on CPUs reduce through shared memory (`all_reduce`; shared_sums.py) and do everything
-else over gloo. `group.allocate(num_bytes)` returns memory in which that takes no copy.
+else over gloo. `group.allocate(num_bytes)` returns memory in which that takes no copy. Between hosts, only
+the sums of each host travel: the first worker of each exchanges them with those of the others, over gloo.
 
 `group.bytes_sent` is what this worker has sent in it. With gloo on Linux the kernel counts it, so it includes
 all of gloo's own messages and TLS. NCCL does not tell; there it is computed from the operations. What passes
@@ -59,6 +60,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from manyhands.collectives import gloo_tls
+from manyhands.collectives.between_hosts import Hosts, SumsBetweenHosts
 from manyhands.collectives.connections import Connections, open_sockets
 from manyhands.collectives.shared_sums import SharedSums, SharedTable
 from manyhands.collectives.store_gather import gather, interruptible
@@ -360,6 +362,33 @@ class GroupLimits:
     collective_s: float = COLLECTIVE_S
 
 
+@dataclass(frozen=True)
+class HostMemory:
+    """The host of each worker: those of one host reduce in its memory."""
+
+    folder: Path
+    """A folder of this host for sockets."""
+    hosts: tuple[str, ...]
+    """By rank."""
+
+    @property
+    def several_hosts(self) -> bool:
+        return len(set(self.hosts)) > 1
+
+    def neighbours(self, rank: int) -> list[int]:
+        """Return the workers on this worker's host."""
+        return [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+
+    def leaders(self) -> list[int]:
+        """Return the first worker of each host."""
+        return [self.hosts.index(host) for host in dict.fromkeys(self.hosts)]
+
+    def for_ranks(self, ranks: Sequence[int]) -> HostMemory | None:
+        """Return that of some of the workers; None if no two of them are on one host."""
+        hosts = tuple(self.hosts[rank] for rank in ranks)
+        return HostMemory(self.folder, hosts) if len(set(hosts)) < len(hosts) else None
+
+
 class TorchGroup(Group):
     """A group over gloo, with all-reduce in shared memory where possible, or over NCCL."""
 
@@ -373,15 +402,15 @@ class TorchGroup(Group):
         device: str = "cpu",
         limits: GroupLimits,
         check: Callable[[], None] = lambda: None,
-        memory: Path | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         """Connect to the other workers, which all do the same, with stores that lead to the same data.
 
         Args:
             device: The GPU of this worker, with NCCL.
             check: Called while this waits for others; may raise, to end the wait.
-            memory: If all workers should be on this host: a folder for sockets, on rank 0. They reduce in
-                shared memory, if each of them can attach to it. Given on all workers, or on none.
+            memory: Workers of one host reduce in shared memory, if all of them can attach to it. Given on
+                all workers, or on none.
         """
         super().__init__(rank=rank, size=size, device=device if backend == "nccl" else "cpu")
         self.backend = backend
@@ -395,7 +424,7 @@ class TorchGroup(Group):
         """What was sent in splits that are closed."""
         self._num_splits: dict[tuple[int, ...], int] = {}
         self._made_default: DefaultGroup | None = None
-        self._folder = memory
+        self._memory = memory
         before = open_sockets() if backend == "gloo" else None
         connect_s = limits.gather_s + limits.connect_s
         try:
@@ -404,7 +433,14 @@ class TorchGroup(Group):
             raise RuntimeError(f"timed out waiting for connections: {error}") from error
         self._backend: Any = connected[0]
         self._connections = Connections(before)
-        self._shared = self._share(connected[1])
+        self._sums = self._share(connected[1])
+        if memory is not None and memory.several_hosts:
+            try:
+                self._sums = self._share_in_hosts(memory)
+            except BaseException:
+                self.cut()
+                self.close()
+                raise
 
     @property
     def bytes_sent(self) -> int:
@@ -422,15 +458,13 @@ class TorchGroup(Group):
             look_after(self._all_connections, until=lambda: self._closed)
 
     def describe(self) -> str:
-        if self._shared is not None:
-            return "shared memory"
         name = self.backend
         if name == "gloo":
             if gloo_tls.in_use():
                 name += " with TLS"
             if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
                 name += f" on {interface}"
-        return name
+        return name if self._sums is None else self._sums.describe(name)
 
     def cut(self) -> None:
         with self._lock:
@@ -445,14 +479,14 @@ class TorchGroup(Group):
             with suppress(RuntimeError):
                 made.abort()
         self._connections.shut_down()
-        if self._shared is not None:
-            self._shared.wake_up()
+        if self._sums is not None:
+            self._sums.wake_up()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        if self._shared is None:
+        if self._sums is None:
             return super().allocate(num_bytes)
         try:
-            return self._shared.allocate(num_bytes)
+            return self._sums.allocate(num_bytes)
         except LinkError as error:
             raise RuntimeError(f"connection closed by peer: {error}") from error
 
@@ -461,6 +495,9 @@ class TorchGroup(Group):
             self._closed = True
             splits, self._splits = self._splits, []
             default, self._made_default = self._made_default, None
+            sums, self._sums = self._sums, None
+        if sums is not None:
+            sums.close()
         for split in splits:
             split.close()
             self._bytes_of_closed += split.bytes_sent
@@ -468,19 +505,17 @@ class TorchGroup(Group):
             self._bytes_of_closed += default.bytes_sent
             default.close()
         self._connections.bytes_sent()  # while it can be counted
-        if self._shared is not None:
-            self._shared.close()
         # The last reference: its threads end here, without holding the interpreter's lock.
         self._backend = None
 
     # Operations ---------------------------------------------------------------------------------
 
     def _reduces_in_memory(self, tensor: Tensor) -> bool:
-        return self._shared is not None and tensor.device.type == "cpu"
+        return self._sums is not None and tensor.device.type == "cpu"
 
     def _all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
-        if self._shared is not None and self._reduces_in_memory(tensor):
-            return self._shared.all_reduce(tensor, op)
+        if self._sums is not None and self._reduces_in_memory(tensor):
+            return self._sums.all_reduce(tensor, op)
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         return self._begin("allreduce", [tensor], options)
@@ -532,34 +567,73 @@ class TorchGroup(Group):
         key = tuple(ranks)
         number = self._num_splits[key] = self._num_splits.get(key, 0) + 1
         store = dist.PrefixStore(f"split-{'-'.join(map(str, ranks))}-{number}", self._store)
-        rank = ranks.index(self.rank)
-        self._gather_at(store, rank=rank, size=len(ranks))
-        split = TorchGroup(
+        self._gather_at(store, "here", "", rank=ranks.index(self.rank), size=len(ranks))
+        memory = self._memory
+        return self._form(
             store,
-            rank=rank,
+            ranks,
+            memory.for_ranks(ranks) if self._sums is not None and memory is not None else None,
+        )
+
+    def _form(
+        self, store: dist.Store, ranks: list[int], memory: HostMemory | None = None
+    ) -> TorchGroup:
+        """Connect some of the workers once more: a group that is cut and closed with this one."""
+        made = TorchGroup(
+            store,
+            rank=ranks.index(self.rank),
             size=len(ranks),
             backend=self.backend,
             device=self.device,
             limits=self._limits,
             check=self._alive,
-            memory=self._folder if self._shared is not None else None,
+            memory=memory,
         )
         with self._lock:
             closed = [each for each in self._splits if each._closed]
             self._bytes_of_closed += sum(each.bytes_sent for each in closed)
             self._splits = [each for each in self._splits if each not in closed]
-            self._splits.append(split)
+            self._splits.append(made)
             cut = self._cut
         if cut:  # while it was formed
-            split.cut()
-        return split
+            made.cut()
+        return made
+
+    def _share_in_hosts(self, memory: HostMemory) -> SharedSums | None:
+        """Return the sums of this worker's host, which travel on from there; None if any worker of the group
+        could not attach to the memory of its host."""
+        ranks, leaders = memory.neighbours(self.rank), memory.leaders()
+        index = leaders.index(ranks[0])
+        store = dist.PrefixStore(f"host-{index}", self._store)
+        alike = HostMemory(memory.folder, (memory.hosts[self.rank],) * len(ranks))
+        host = self._form(store, ranks, alike)
+        of_host, host._sums = host._sums, None  # only for its memory
+        if of_host is not None:
+            of_host.close()
+        told = self._gather_at(
+            self._store, "shares", str(int(of_host is not None)), rank=self.rank, size=self.size
+        )
+        if of_host is None or "0" in told:
+            return None
+        among = None
+        if self.rank in leaders:
+            among = self._form(dist.PrefixStore("leaders", self._store), leaders)
+        return SumsBetweenHosts(
+            of_host.table,
+            host._connections,
+            rank=host.rank,
+            size=host.size,
+            check=self._check_cut,
+            timeout_s=self._limits.collective_s,
+            hosts=Hosts(index, len(leaders), ranks, among),
+        )
 
     def _default_group(self, device: str) -> DefaultGroup:
         if self._made_default is None:
             from manyhands.collectives.default_group import DefaultGroup
 
             store = dist.PrefixStore("default", self._store)
-            self._gather_at(store, rank=self.rank, size=self.size)
+            self._gather_at(store, "here", "", rank=self.rank, size=self.size)
             made = DefaultGroup(
                 store,
                 rank=self.rank,
@@ -581,14 +655,17 @@ class TorchGroup(Group):
                 raise
         return self._made_default
 
-    def _gather_at(self, store: dist.Store, *, rank: int, size: int) -> None:
-        """Wait until all workers of a group to be are here."""
+    def _gather_at(
+        self, store: dist.Store, what: str, text: str, *, rank: int, size: int
+    ) -> list[str]:
+        """Wait until all workers of a group to be are here; return their texts."""
+        limits = self._limits
         try:
-            gather(
-                *(store, "here", ""),
+            return gather(
+                *(store, what, text),
                 rank=rank,
                 size=size,
-                timeout_s=self._limits.gather_s,
+                timeout_s=limits.gather_s,
                 check=self._alive,
             )
         except TimeoutError as error:
@@ -621,16 +698,16 @@ class TorchGroup(Group):
         return made, table if table is not None and table.reached(table.here, 1) else None
 
     def _offer_memory(self) -> SharedTable | None:
-        if self._folder is None:
+        if self._memory is None or self._memory.several_hosts:
             return None
         table = None
         with suppress(LinkError, OSError):
-            table = SharedTable.create(self._folder, size=self.size)
+            table = SharedTable.create(self._memory.folder, size=self.size)
         self._store.set(MEMORY, table.address if table is not None else "")
         return table
 
     def _find_memory(self) -> SharedTable | None:
-        if self._folder is None:
+        if self._memory is None or self._memory.several_hosts:
             return None
         with suppress(LinkError, OSError):
             if address := self._store.get(MEMORY).decode():

@@ -15,14 +15,15 @@ import torch.distributed as dist
 
 from manyhands.collectives import gloo_tls
 from manyhands.collectives.costs import Transport
-from manyhands.collectives.group import CONNECT_S, Group, GroupLimits, TorchGroup
+from manyhands.collectives.group import CONNECT_S, Group, GroupLimits, HostMemory, TorchGroup
 from manyhands.collectives.lone_worker import LoneWorker
 from manyhands.collectives.reachability import check_connections, check_view, exchange
-from manyhands.hosts.view import gpu_each, shares_memory
+from manyhands.hosts.machine import identity
+from manyhands.hosts.view import gpu_each, reduces_in_hosts
 
 if TYPE_CHECKING:
     from manyhands.hosts.me import Me
-    from manyhands.hosts.view import View
+from manyhands.hosts.view import View
 
 
 def join_group(me: Me, view: View, *, transport: Transport = "auto") -> Group:
@@ -52,6 +53,12 @@ def join_group(me: Me, view: View, *, transport: Transport = "auto") -> Group:
         connect_s=CONNECT_S if me.board is not None else collective_s,
         collective_s=collective_s,
     )
+    memory = None
+    if reduces_in_hosts(view) and transport == "auto":
+        hosts = [seat.host for seat in view.workers]
+        if me.board is None:  # nobody has told this worker where the others are
+            hosts = exchange(store, me, view, "machine", identity())
+        memory = HostMemory(me.view_folder(view), tuple(hosts)).for_ranks(range(view.world))
     group = TorchGroup(
         store,
         rank=me.rank,
@@ -60,7 +67,7 @@ def join_group(me: Me, view: View, *, transport: Transport = "auto") -> Group:
         device=me.device,
         limits=limits,
         check=lambda: check_view(me),
-        memory=me.view_folder(view) if shares_memory(view) and transport == "auto" else None,
+        memory=memory,
     )
     group.watch()
     return group

@@ -1,4 +1,4 @@
-"""All-reduce in shared memory, for the workers of one host on CPUs.
+"""All-reduce in shared memory, for the workers of one host on CPUs. Of several hosts: between_hosts.py.
 
     begin       a worker's tensor is in memory that all can read; it counts this in `begun`
     add up      when all have begun: each worker reduces its span of all tensors, in rank order, writes the
@@ -66,17 +66,21 @@ class SharedTable(SharedCounters):
         self._segment = segment
         sizes = _columns(size)
         columns = self.columns(segment.memory, sizes)
-        self.token, self.here, self.begun, self.done, self.asleep, self.calls = columns
+        self.token, self.here, self.begun, self.done, self.arrived, self.asleep, self.calls = (
+            columns
+        )
         bytes_of_slots = segment.tensor(
             torch.uint8,
             offset_bytes=aligned(COUNTER_BYTES * sum(sizes)),
-            numel=size * NUM_SLOTS * SLOT_BYTES,
+            numel=(size + 1) * NUM_SLOTS * SLOT_BYTES,
         )
-        self.slots = bytes_of_slots.view(size, NUM_SLOTS, SLOT_BYTES)
+        self.slots = bytes_of_slots.view(size + 1, NUM_SLOTS, SLOT_BYTES)
+        """Those of each worker, and those of sums that travel; what is not used takes no memory."""
 
     @classmethod
     def create(cls, folder: Path, *, size: int) -> SharedTable:
-        num_bytes = aligned(COUNTER_BYTES * sum(_columns(size))) + size * NUM_SLOTS * SLOT_BYTES
+        num_bytes = aligned(COUNTER_BYTES * sum(_columns(size)))
+        num_bytes += (size + 1) * NUM_SLOTS * SLOT_BYTES
         table = cls(Segment.create(num_bytes, label="manyhands-sums"), str(folder), size=size)
         table.token[0] = secrets.randbits(60)
         return table
@@ -100,23 +104,26 @@ class SharedTable(SharedCounters):
 
 
 def _columns(size: int) -> list[int]:
-    return [1, size, size, size, size, size * NUM_SLOTS]
+    return [1, size, size, size, 1, size, size * NUM_SLOTS]
 
 
 @dataclass
-class _Operation:
+class Operation:
     number: int
+    op: Reduction
     add_up: Callable[[], None]
     """Called when all have begun."""
     alone: bool
-    """If true, it is over then; otherwise when all are done."""
-    finish: Callable[[], object] = lambda: None
-    """Called when it is over."""
+    """If true, nobody has to wait for what others add up."""
+    result: Tensor
+    """Where the reduction is when it is over."""
+    finish: Callable[[], object]
+    """Called then."""
 
 
 @dataclass
 class _Memory:
-    """Memory from `allocate`: as many bytes for each worker."""
+    """Memory from `allocate`: a row of as many bytes for each worker, and for sums that travel."""
 
     rows: Tensor
     begin: int
@@ -126,6 +133,8 @@ class _Memory:
 
 class SharedSums:
     """One worker's end of the all-reduce in shared memory."""
+
+    block_bytes = BLOCK_BYTES
 
     def __init__(
         self,
@@ -138,7 +147,7 @@ class SharedSums:
         timeout_s: float,
     ) -> None:
         """`connections`: to the other workers; one that ends is a lost peer."""
-        self._table = table
+        self.table = table
         self._rank, self._size = rank, size
         self._check, self._timeout_s = check, timeout_s
         self._names = [f"{table.token[0]:x}-{each}" for each in range(size)]
@@ -146,26 +155,66 @@ class SharedSums:
         self._doorbell.watch(connections)
         self._begun = self._over = 0
         """Numbers of the last operation that this worker has begun, and of the last that is over here."""
-        self._to_add: deque[_Operation] = deque()
-        self._to_finish: deque[_Operation] = deque()
+        self._to_add: deque[Operation] = deque()
+        self._to_finish: deque[Operation] = deque()
         self._memories: list[_Memory] = []
-        self._blocks: dict[tuple[object, ...], list[list[Tensor]]] = {}
+        self._blocks: dict[tuple[object, ...], tuple[list[Tensor], list[list[Tensor]]]] = {}
+        """For a tensor in `allocate`d memory: all rows, and this worker's span of them in blocks."""
+
+    # How the sums of one host differ from those that travel -----------------------------------------
+
+    @property
+    def _num_rows(self) -> int:
+        return self._size
+
+    @property
+    def _result_row(self) -> int:
+        """The row of the result of this worker."""
+        return self._rank
+
+    def describe(self, network: str) -> str:
+        """Return the transport, where tensors that are not reduced in memory pass a network."""
+        return "shared memory"
+
+    def _host(self) -> tuple[int, int]:
+        """Return the index of this host, and the number of hosts."""
+        return 0, 1
+
+    def _ranks_in_group(self, ranks: list[int]) -> list[int]:
+        """Return the ranks that a user knows."""
+        return ranks
+
+    def _reduce(self, blocks: list[list[Tensor]], op: Reduction) -> None:
+        """Replace each of the tensors in a block by their reduction."""
+        for tensors in blocks:
+            first, *others = tensors
+            reduce_in_order(tensors, into=first, op=op)
+            for tensor in others:
+                tensor.copy_(first)
+
+    def _is_over(self, operation: Operation) -> bool:
+        return operation.alone or self.table.reached(self.table.done, operation.number)
+
+    # The group's calls --------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int) -> Tensor:
         """Return zeroed bytes that are reduced without a copy. All workers call it with the same number."""
         row_bytes = -(-max(num_bytes, 1) // PAGE) * PAGE
-        where = torch.zeros(2, dtype=torch.int64)
+        all_bytes = self._num_rows * row_bytes
+        host, num_hosts = self._host()
+        where = torch.zeros(num_hosts, 2, dtype=torch.int64)
         segment = None
         if self._rank == 0:
-            segment = Segment.create(self._size * row_bytes, label="manyhands-gradients")
-            where[0], where[1] = (int(part) for part in segment.address.split(":")[1:3])
+            segment = Segment.create(all_bytes, label="manyhands-gradients")
+            pid, descriptor = (int(part) for part in segment.address.split(":")[1:3])
+            where[host, 0], where[host, 1] = pid, descriptor
         self.all_reduce(where, "sum").wait()
         if segment is None:
-            pid, descriptor = where.tolist()
-            segment = Segment.attach(f"shm:{pid}:{descriptor}:{self._size * row_bytes}")
+            pid, descriptor = where[host].tolist()
+            segment = Segment.attach(f"shm:{pid}:{descriptor}:{all_bytes}")
         self.all_reduce(torch.zeros(1), "sum").wait()  # until all have attached
         segment.close()
-        rows = segment.tensor(torch.uint8, numel=self._size * row_bytes).view(self._size, row_bytes)
+        rows = segment.tensor(torch.uint8, numel=all_bytes).view(self._num_rows, row_bytes)
         mine = rows[self._rank]
         self._memories.append(_Memory(rows, mine.data_ptr(), mine.data_ptr() + row_bytes))
         return mine[:num_bytes]
@@ -208,32 +257,46 @@ class SharedSums:
         rows[self._rank].copy_(flat)
         self._begin(
             f"{op} of {flat.numel()} {flat.dtype}",
+            op,
             lambda: reduce_in_order(rows, into=flat, op=op),
+            result=flat,
             alone=True,
         )
 
     def _begin_piece(self, flat: Tensor, op: Reduction) -> None:
         rows = self._slot(flat)
-        mine = rows[self._rank]
-        mine.copy_(flat)
+        rows[self._rank].copy_(flat)
+        result = rows[self._result_row]
         self._begin(
             f"{op} of a piece of {flat.numel()} {flat.dtype}",
-            lambda: _reduce_everywhere(self._cut_up(rows), op),
-            finish=lambda: flat.copy_(mine),
+            op,
+            lambda: self._reduce(self._cut_up(rows), op),
+            result=result,
+            finish=lambda: flat.copy_(result),
         )
 
     def _begin_in(self, index: int, offset: int, flat: Tensor, op: Reduction) -> None:
         key = (index, offset, flat.numel(), flat.dtype)
         if key not in self._blocks:
             of_all = self._memories[index].rows[:, offset : offset + flat.nbytes]
-            self._blocks[key] = self._cut_up([row.view(flat.dtype) for row in of_all])
-        blocks = self._blocks[key]
-        self._begin(f"{op} of {key}", lambda: _reduce_everywhere(blocks, op))
+            rows = [row.view(flat.dtype) for row in of_all]
+            self._blocks[key] = rows, self._cut_up(rows)
+        rows, blocks = self._blocks[key]
+        result = rows[self._result_row]
+
+        def finish() -> None:
+            if self._result_row != self._rank:
+                flat.copy_(result)
+
+        self._begin(
+            f"{op} of {key}", op, lambda: self._reduce(blocks, op), result=result, finish=finish
+        )
 
     def _slot(self, flat: Tensor) -> list[Tensor]:
         """Return the place of the next operation in all workers' memory, once it is free."""
         self._reserve()
-        bytes_of_all = self._table.slots[:, (self._begun + 1) % NUM_SLOTS, : flat.nbytes]
+        number = (self._begun + 1) % NUM_SLOTS
+        bytes_of_all = self.table.slots[: self._num_rows, number, : flat.nbytes]
         return [row.view(flat.dtype) for row in bytes_of_all]
 
     def _cut_up(self, rows: list[Tensor]) -> list[list[Tensor]]:
@@ -241,7 +304,7 @@ class SharedSums:
         numel = len(rows[0])
         lines = -(-numel // (LINE * self._size))
         begin, end = (min(numel, LINE * lines * each) for each in (self._rank, self._rank + 1))
-        step = BLOCK_BYTES // rows[0].element_size()
+        step = self.block_bytes // rows[0].element_size()
         return [
             [row[start : min(start + step, end)] for row in rows]
             for start in range(begin, end, step)
@@ -251,21 +314,23 @@ class SharedSums:
 
     def _reserve(self) -> None:
         """Wait until nobody needs the operation any more whose place the next one takes."""
-        last, table = self._begun + 1 - NUM_SLOTS, self._table
+        last, table = self._begun + 1 - NUM_SLOTS, self.table
         if last > 0:
             self._wait(lambda: self._over >= last and table.reached(table.done, last))
 
     def _begin(
         self,
         what: str,
+        op: Reduction,
         add_up: Callable[[], None],
         *,
+        result: Tensor,
         alone: bool = False,
         finish: Callable[[], object] = lambda: None,
     ) -> None:
         self._reserve()
         self._check()
-        table, number = self._table, self._begun + 1
+        table, number = self.table, self._begun + 1
         call = crc32(what.encode())
         table.calls[self._rank * NUM_SLOTS + number % NUM_SLOTS] = call
         self._begun = number
@@ -273,20 +338,28 @@ class SharedSums:
         def compare_and_add_up() -> None:
             calls = table.calls[number % NUM_SLOTS :: NUM_SLOTS].tolist()
             if others := [rank for rank, each in enumerate(calls) if each != call]:
+                (rank,), others = map(self._ranks_in_group, ([self._rank], others))
                 raise RuntimeError(
-                    f"all_reduce: rank {self._rank} has called it with the {what}, and ranks {others} with "
+                    f"all_reduce: rank {rank} has called it with the {what}, and ranks {others} with "
                     "something else. All workers of a group must call the same operations in the same order."
                 )
             add_up()
 
-        self._to_add.append(_Operation(number, compare_and_add_up, alone, finish))
+        self._queue(Operation(number, op, compare_and_add_up, alone, result, finish))
         if table.announce(table.begun, self._rank, number):
             self._ring()
         self._advance()
 
+    def _queue(self, operation: Operation) -> None:
+        self._to_add.append(operation)
+
     def _advance(self) -> None:
         """Do all that does not have to wait for others."""
-        table, completed = self._table, False
+        self._add_up()
+        self._finish_all()
+
+    def _add_up(self) -> None:
+        table, completed = self.table, False
         while self._to_add and table.reached(table.begun, self._to_add[0].number):
             operation = self._to_add.popleft()
             operation.add_up()
@@ -294,29 +367,29 @@ class SharedSums:
             self._to_finish.append(operation)
         if completed:
             self._ring()
-        while self._to_finish:
-            operation = self._to_finish[0]
-            if not operation.alone and not table.reached(table.done, operation.number):
-                return
-            self._to_finish.popleft().finish()
+
+    def _finish_all(self) -> None:
+        while self._to_finish and self._is_over(self._to_finish[0]):
+            operation = self._to_finish.popleft()
+            operation.finish()
             self._over = operation.number
 
     def _can_advance(self) -> bool:
-        table = self._table
+        table = self.table
         if self._to_add and table.reached(table.begun, self._to_add[0].number):
             return True
-        return bool(self._to_finish) and table.reached(table.done, self._to_finish[0].number)
+        return bool(self._to_finish) and self._is_over(self._to_finish[0])
 
     def _ring(self) -> None:
         """Wake those who sleep. Who falls asleep looks at the counters once more after saying so."""
-        asleep = self._table.asleep.tolist()
+        asleep = self.table.asleep.tolist()
         asleep[self._rank] = 0
         self._doorbell.ring(
             name for name, sleeps in zip(self._names, asleep, strict=True) if sleeps
         )
 
     def _wait(self, over: Callable[[], bool]) -> None:
-        table, began, ended = self._table, time.monotonic(), False
+        table, began, ended = self.table, time.monotonic(), False
         while True:
             self._advance()
             if over():
@@ -336,9 +409,10 @@ class SharedSums:
 
     def _missing(self) -> str:
         number = self._over + 1
-        behind = [rank for rank in range(self._size) if self._table.begun[rank] < number]
-        behind = behind or [rank for rank in range(self._size) if self._table.done[rank] < number]
-        return f"ranks {behind} in an all_reduce"
+        behind = [rank for rank in range(self._size) if self.table.begun[rank] < number]
+        behind = behind or [rank for rank in range(self._size) if self.table.done[rank] < number]
+        who = f"ranks {self._ranks_in_group(behind)}" if behind else "other hosts"
+        return f"{who} in an all_reduce"
 
 
 class SharedWork:
@@ -349,12 +423,3 @@ class SharedWork:
 
     def wait(self) -> None:
         self._sums.finish(self._number)
-
-
-def _reduce_everywhere(blocks: list[list[Tensor]], op: Reduction) -> None:
-    """Replace each of the tensors in a block by their reduction."""
-    for tensors in blocks:
-        first, *others = tensors
-        reduce_in_order(tensors, into=first, op=op)
-        for tensor in others:
-            tensor.copy_(first)

@@ -57,7 +57,8 @@ class Me:
     address: str = "127.0.0.1"
     """Address at which members on other hosts reach this one."""
     spans_hosts: bool = False
-    """If true, members may run on other hosts, now or later: nothing may depend on shared memory."""
+    """If true, members may run on other hosts, now or later: nothing that outlives a view may depend on
+    shared memory."""
     newest_view: int = 0
     """The number of the newest view that has arrived, before this member has joined it: results of views with
     a lower number are discarded."""

@@ -34,9 +34,10 @@ def gpu_each(workers: Collection[Seat]) -> bool:
     return len(gpus) == len(workers) > 0
 
 
-def shares_memory(view: View) -> bool:
-    """Return whether workers can exchange tensors in shared memory: all are on one host, and on CPUs."""
-    return view.one_host and all(seat.device == "cpu" for seat in view.workers)
+def reduces_in_hosts(view: View) -> bool:
+    """Return whether workers reduce in the memory of their hosts: all are on CPUs, and some on one host."""
+    hosts = {seat.host for seat in view.workers}
+    return len(hosts) < view.world and all(seat.device == "cpu" for seat in view.workers)
 
 
 @dataclass(frozen=True)

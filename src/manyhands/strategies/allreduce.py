@@ -1,16 +1,16 @@
 """Synchronous all-reduce: every worker has the whole model, and gradients are summed over all workers.
 
 Each worker computes the gradients of its share of the batch. They are summed while backward still runs
-(collectives/reducer.py): on CPUs inside a host in shared memory, otherwise over NCCL or gloo. Every worker
-makes the same update. The result is that of one worker with the whole batch. (Ring all-reduce: Patarasuk and
-Yuan, 2009.)
+(collectives/reducer.py): on CPUs inside a host in shared memory, so that of each host only one sum travels;
+otherwise over NCCL or gloo. Every worker makes the same update. The result is that of one worker with the
+whole batch. (Ring all-reduce: Patarasuk and Yuan, 2009.)
 
 When a worker dies, the others keep their process and their weights. In the next view they compare their last
 steps: a worker that missed an update, or is new, gets the state from one that has it
 (collectives/state_sync.py). The interrupted step is done again.
 
 Cost per worker and step: 2 (n-1)/n times the bytes of the gradients, through memory or in 2 (n-1) messages
-per bucket.
+per bucket. With several workers on each of h hosts: 2 (h-1)/h times, sent by one worker of each host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from manyhands.codecs.codec import PLAIN, Codec
 from manyhands.collectives.buckets import NOTES, in_buckets, part_of
-from manyhands.collectives.costs import SMALL_BYTES, Transport, all_reduce, slots
+from manyhands.collectives.costs import SMALL_BYTES, Transport, all_reduce, sharing
 from manyhands.contract import (
     WHOLE,
     AppliedPart,
@@ -159,7 +159,7 @@ class AllReduce(Strategy):
             uses.append(MemoryUse("worker", "encoded gradients", 2 * self.codec.wire_bytes(numel)))
         notes, gradients = 8 * (NOTES + len(facts.model.trained)), facts.model.gradient_bytes
         largest = max(notes, gradients) if gradients <= SMALL_BYTES else notes
-        uses += slots(facts, largest, transport=self.reduces_over)
+        uses += sharing(facts, largest, allocated=gradients, transport=self.reduces_over)
         return uses
 
     @property

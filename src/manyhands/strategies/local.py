@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
-from manyhands.collectives.costs import all_reduce, slots
+from manyhands.collectives.costs import SMALL_BYTES, all_reduce, sharing
 from manyhands.contract import (
     WHOLE,
     AppliedPart,
@@ -129,7 +129,9 @@ class Local(Strategy):
             averaged = averaged if moments is None else averaged + moments
         elif self.moments == "keep":
             uses.append(MemoryUse("worker", CHECKPOINTS, moments, "host"))
-        exchange = slots(facts, model.gradient_bytes, transport=self.transport)
+        notes = 16 * self.every
+        largest = max(notes, averaged) if averaged <= SMALL_BYTES else notes
+        exchange = sharing(facts, largest, allocated=averaged, transport=self.transport)
         return [*uses, MemoryUse("worker", "average", averaged), *exchange]
 
     def build(self, context: Context) -> Learner:
@@ -259,7 +261,7 @@ class LocalLearner(Learner):
         for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
             alike = [t for t in tensors if (t.dtype, t.device) == kind]
             where = kind[1] if group.device == "cpu" else torch.device(group.device)
-            flat = self._flat_of(alike, device=where)
+            flat = self._flat_of(alike, group, device=where)
             if flat.is_floating_point() or flat.is_complex():
                 if coefficient:
                     flat *= coefficient
@@ -271,14 +273,18 @@ class LocalLearner(Learner):
             found.append((alike, flat))
         return found
 
-    def _flat_of(self, tensors: Sequence[Tensor], *, device: torch.device) -> Tensor:
-        """Return one flat copy of the tensors, in memory that is used for every average."""
+    def _flat_of(self, tensors: Sequence[Tensor], group: Group, *, device: torch.device) -> Tensor:
+        """Return one flat copy of the tensors, in memory that is used for every average of a view."""
         import torch
 
         count, kind = sum(t.numel() for t in tensors), (tensors[0].dtype, tensors[0].device)
         flat = self._flats.get(kind)
         if flat is None or flat.numel() != count:
-            flat = self._flats[kind] = torch.empty(count, dtype=kind[0], device=device)
+            if device.type == "cpu":
+                flat = group.allocate(count * kind[0].itemsize).view(kind[0])
+            else:
+                flat = torch.empty(count, dtype=kind[0], device=device)
+            self._flats[kind] = flat
         for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
             part.copy_(tensor.detach().reshape(-1))
         return flat
@@ -431,6 +437,7 @@ class LocalLearner(Learner):
 
     def close(self) -> None:
         group, self._group = self._group, None
+        self._flats.clear()  # the group's memory
         if group is not None:
             if self.me.view_changing or self._averaging:
                 group.cut()  # otherwise it would wait for data that no worker sends any more

@@ -85,17 +85,23 @@ class Doorbell:
     """Datagram socket that wakes one member."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
+        self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         self._path = self._path_of(name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sock.setblocking(False)
         with suppress(FileNotFoundError):
             Path(self._path).unlink()
-        self._sock.bind(self._path)
+        try:
+            self._sock.bind(self._path)
+        except OSError:
+            self._sock.close()
+            os.close(self._folder)
+            raise
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
         self._watched: list[int] = []
         """Descriptors."""
+        self._ended = False
         self.name = name
 
     def watch(self, connections: Iterable[socket.socket]) -> None:
@@ -113,23 +119,28 @@ class Doorbell:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a ring or the timeout. The ring may be for an event that was handled long ago. Returns
-        true if a watched connection has ended."""
-        ended = False
+        true if a watched connection has ended by now."""
         for number, _ in self._poll.poll(timeout_s * 1000):
             if number != self._sock.fileno():
-                ended = True
+                self._ended = True
+                self._poll.unregister(number)  # otherwise no wait would last any longer
                 continue
             with suppress(OSError):
                 for _ in range(64):  # bounded, so that endless rings can't block this member
                     self._sock.recv(16)
-        return ended
+        return self._ended
 
     def close(self) -> None:
         self._sock.close()
         while self._watched:
             os.close(self._watched.pop())
+        if self._folder < 0:
+            return
         with suppress(OSError):
             Path(self._path).unlink()
+        os.close(self._folder)
+        self._folder = -1
 
     def _path_of(self, name: str) -> str:
-        return f"{self._folder}/bell-{name}"
+        # The kernel has 108 bytes for a path, and the folder's own may be longer.
+        return f"/proc/self/fd/{self._folder}/bell-{name}"

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from manyhands.collectives.group import Group, GroupLimits, TorchGroup, peer_lost
+from manyhands.collectives.group import Group, GroupLimits, HostMemory, TorchGroup, peer_lost
 
 ABSENT = 3
 CUT_AFTER_S = 0.1
@@ -62,7 +62,7 @@ def wait_in(kind: str, group: Group) -> None:
 
 
 def carry_out(
-    kind: str, store: dist.Store, rank: int, memory: Path | None = None
+    kind: str, store: dist.Store, rank: int, memory: HostMemory | None = None
 ) -> dict[str, Any]:
     everyone: Group = TorchGroup(store, rank=rank, size=4, limits=LIMITS, memory=memory)
     trio = everyone.split([1, 2, 3]) if rank >= 1 else everyone
@@ -106,7 +106,7 @@ def main() -> None:
     rank, place = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     store = dist.FileStore(place, 4)
-    memory = Path(sys.argv[3]) if sys.argv[3:] else None
+    memory = HostMemory(Path(place).parent, tuple(sys.argv[3])) if sys.argv[3:] else None
     kept: Any = None
     for number, line in enumerate(sys.stdin):
         prefixed = dist.PrefixStore(str(number), store)

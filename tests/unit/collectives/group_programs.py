@@ -147,13 +147,14 @@ def _numbers(tensor: Tensor) -> list[Any]:
 class Workers:
     """Processes that form gloo groups, with shared memory if wanted, and carry out programs."""
 
-    def __init__(self, size: int, folder: Path, *, memory: bool = False) -> None:
+    def __init__(self, size: int, folder: Path, *, hosts: str = "") -> None:
+        """`hosts`: a letter for each worker, for shared memory in hosts that are all this one."""
         self.size = size
         self._processes = [
             subprocess.Popen(
                 [
                     *(sys.executable, __file__, str(rank), str(size), str(folder / "store")),
-                    *([str(folder)] if memory else []),
+                    *([hosts] if hosts else []),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -183,8 +184,8 @@ class Workers:
 
 
 @contextmanager
-def workers(size: int, folder: Path, *, memory: bool = False) -> Iterator[Workers]:
-    started = Workers(size, folder, memory=memory)
+def workers(size: int, folder: Path, *, hosts: str = "") -> Iterator[Workers]:
+    started = Workers(size, folder, hosts=hosts)
     try:
         yield started
     finally:
@@ -194,13 +195,13 @@ def workers(size: int, folder: Path, *, memory: bool = False) -> Iterator[Worker
 def main() -> None:
     import torch.distributed as dist
 
-    from manyhands.collectives.group import GroupLimits, TorchGroup
+    from manyhands.collectives.group import GroupLimits, HostMemory, TorchGroup
 
     rank, size, place = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     store = dist.FileStore(place, size)
     limits = GroupLimits(gather_s=60.0, connect_s=30.0, collective_s=60.0)
-    memory = Path(sys.argv[4]) if sys.argv[4:] else None
+    memory = HostMemory(Path(place).parent, tuple(sys.argv[4])) if sys.argv[4:] else None
     group = TorchGroup(store, rank=rank, size=size, limits=limits, memory=memory)
     assert group.describe().startswith("shared memory" if memory else "gloo")
     assert not dist.is_initialized()

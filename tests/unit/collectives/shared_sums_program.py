@@ -1,9 +1,12 @@
 """One worker of a group that reduces in shared memory, round after round, each in a new group.
 
+The host of each worker is a letter in the second argument; in fact all are this one.
+
 The worker reads rounds from its standard input, one a line: the number of the round, what to do, and how
 often. It writes a line when it is about to begin, and one with the result.
 
-    sums       reduce tensors of many sizes in many ways, and compare all bits with sums in rank order
+    sums       reduce tensors of many sizes in many ways, and compare all bits with sums in rank order, of
+               each host and then of the hosts
     forever    reduce until an error comes, then leave; the result tells the error, and what is left behind
     mismatch   each worker gives another size
 """
@@ -22,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from manyhands.collectives.group import Group, GroupLimits, TorchGroup, peer_lost
+from manyhands.collectives.group import Group, GroupLimits, HostMemory, TorchGroup, peer_lost
 from manyhands.collectives.sums import Reduction, reduce_in_order
 
 LIMITS = GroupLimits(gather_s=60.0, connect_s=30.0, collective_s=60.0)
@@ -37,14 +40,20 @@ def numbers(rank: int, seed: int, numel: int, dtype: torch.dtype) -> Tensor:
     return floats.to(dtype)
 
 
-def expected(size: int, seed: int, numel: int, dtype: torch.dtype, op: Reduction) -> Tensor:
+def expected(hosts: str, seed: int, numel: int, dtype: torch.dtype, op: Reduction) -> Tensor:
+    of_hosts = []
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, each in enumerate(hosts) if each == host]
+        of_hosts.append(torch.empty(numel, dtype=dtype))
+        tensors = [numbers(rank, seed, numel, dtype) for rank in ranks]
+        reduce_in_order(tensors, into=of_hosts[-1], op=op)
     total = torch.empty(numel, dtype=dtype)
-    reduce_in_order([numbers(rank, seed, numel, dtype) for rank in range(size)], into=total, op=op)
+    reduce_in_order(of_hosts, into=total, op=op)
     return total
 
 
-def compare_sums(group: Group, repeats: int) -> None:
-    rank, size = group.rank, group.size
+def compare_sums(group: Group, hosts: str, repeats: int) -> None:
+    rank = group.rank
     memory = group.allocate(4 * ALLOCATED).view(torch.float32)
     assert not memory.any()
     halves = [memory[: ALLOCATED // 2], memory[ALLOCATED // 2 :]]
@@ -70,9 +79,9 @@ def compare_sums(group: Group, repeats: int) -> None:
         for work in works:
             work.wait()
         for half, source in zip(halves, (seed, seed + 1), strict=True):
-            assert torch.equal(half, expected(size, source, len(half), torch.float32, "sum"))
+            assert torch.equal(half, expected(hosts, source, len(half), torch.float32, "sum"))
         for tensor, (numel, dtype, op) in zip(private, kinds, strict=True):
-            assert torch.equal(tensor, expected(size, seed, numel, dtype, op)), (numel, dtype)
+            assert torch.equal(tensor, expected(hosts, seed, numel, dtype, op)), (numel, dtype)
 
 
 def reduce_forever(group: Group) -> None:
@@ -101,9 +110,9 @@ def left_behind() -> dict[str, int]:
     return found
 
 
-def carry_out(group: Group, what: str, repeats: int) -> None:
+def carry_out(group: Group, hosts: str, what: str, repeats: int) -> None:
     if what == "sums":
-        compare_sums(group, repeats)
+        compare_sums(group, hosts, repeats)
     elif what == "mismatch":
         group.all_reduce(torch.ones(10 + group.rank))
     else:
@@ -111,16 +120,17 @@ def carry_out(group: Group, what: str, repeats: int) -> None:
 
 
 def main() -> None:
-    rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, hosts, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    size, memory = len(hosts), HostMemory(folder, tuple(hosts))
     torch.set_num_threads(1)
     for line in sys.stdin:
         number, what, repeats = json.loads(line)
         store = dist.FileStore(str(folder / f"store-{number}"), size)
-        group: Group = TorchGroup(store, rank=rank, size=size, limits=LIMITS, memory=folder)
+        group: Group = TorchGroup(store, rank=rank, size=size, limits=LIMITS, memory=memory)
         found: dict[str, Any] = {"transport": group.describe(), "error": None}
         print(json.dumps(found), flush=True)
         try:
-            carry_out(group, what, repeats)
+            carry_out(group, hosts, what, repeats)
         except RuntimeError as error:
             found.update(error=str(error), lost=peer_lost(error))
         if found["error"]:

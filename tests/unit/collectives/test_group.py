@@ -37,14 +37,15 @@ EVERYTHING = [
 
 @pytest.fixture(
     scope="module",
-    params=["gloo-1", "gloo-2", "gloo-3", "memory-3"],
+    params=["gloo-1", "gloo-2", "gloo-3", "memory-3", "hosts-3"],
 )
 def processes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Workers]:
     kind, size = request.param.split("-")
     folder = tmp_path_factory.mktemp(kind)
-    with workers(int(size), folder, memory=kind == "memory") as started:
+    hosts = {"gloo": "", "memory": "aaa", "hosts": "aba"}[kind]
+    with workers(int(size), folder, hosts=hosts) as started:
         yield started
 
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from manyhands.collectives.reducer import Reducer
-from manyhands.collectives.group import GroupLimits, TorchGroup
+from manyhands.collectives.group import GroupLimits, HostMemory, TorchGroup
 
 rank, world, place = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 limits = GroupLimits(gather_s=60, connect_s=60, collective_s=100)
-memory = Path(place).parent if "memory" in sys.argv else None
+memory = HostMemory(Path(place).parent, ("here",) * world) if "memory" in sys.argv else None
 group = TorchGroup(
     dist.FileStore(place, world), rank=rank, size=world, limits=limits, memory=memory)
 assert (group.describe() == "shared memory") == ("memory" in sys.argv)

@@ -130,8 +130,28 @@ def test_workers_of_one_host_reduce_in_memory(spec: str) -> None:
     assert sent_by(traffic(spec, gpus, gpu=True))
     exchanged = "exchange"
     assert memory(spec, workers=4)[exchanged]
-    for without in ({"workers": 1}, {"workers": 4, "gpu": True}, {"workers": 4, "hosts": 2}):
+    for without in ({"workers": 1}, {"workers": 4, "gpu": True}, {"workers": 4, "hosts": 4}):
         assert not memory(spec, **without)[exchanged]
+    assert memory(spec, workers=4, hosts=2)[exchanged]
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_between_hosts_the_sums_of_each_host_travel_once(hosts: int) -> None:
+    view = members(3 * hosts, hosts=hosts)
+    found = traffic("allreduce", view)
+    assert known_bytes(between_hosts(found, lambda name: view.seat(name).host)) == pytest.approx(
+        2 * (hosts - 1) * M, rel=1e-3
+    )
+    leaders = {f"worker-{3 * host}" for host in range(hosts)}
+    assert set(sent_by(found)) == leaders
+    for num_bytes in sent_by(found, "memory").values():
+        assert num_bytes == pytest.approx(2 * 2 / 3 * M, rel=1e-3)
+    uses = {
+        spec: memory(spec, workers=6, hosts=2)["sums of a host"]
+        for spec in ("allreduce", "allreduce(transport=tcp)")
+    }
+    assert uses["allreduce(transport=tcp)"] == 0
+    assert uses["allreduce"] == pytest.approx(M, rel=0.05)
 
 
 def test_buckets_leave_while_backward_runs() -> None:
@@ -170,7 +190,8 @@ def test_buckets_are_smaller_between_hosts() -> None:
 
 def test_a_ring_over_two_hosts_crosses_twice() -> None:
     view = members(8, hosts=2)
-    crossing = between_hosts(traffic("allreduce", view), lambda name: view.seat(name).host)
+    found = traffic("allreduce(transport=tcp)", view)
+    crossing = between_hosts(found, lambda name: view.seat(name).host)
     assert known_bytes(crossing) == pytest.approx(2 * 2 * 7 / 8 * M, rel=1e-3)
 
 
