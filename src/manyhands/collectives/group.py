@@ -212,6 +212,10 @@ class Group(ABC):
         it, with the same number. They belong to the group: others write to them until it is closed."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def release(self, tensor: Tensor) -> None:  # noqa: B027
+        """Give memory from `allocate` back before the group is closed; then no tensor may be in it. All
+        workers call it, at the same point."""
+
     def barrier(self) -> None:
         """Wait until all workers are here."""
         self.all_reduce(torch.zeros(1, device=self.device))
@@ -489,6 +493,10 @@ class TorchGroup(Group):
             return self._sums.allocate(num_bytes)
         except LinkError as error:
             raise RuntimeError(f"connection closed by peer: {error}") from error
+
+    def release(self, tensor: Tensor) -> None:
+        if self._sums is not None:
+            self._sums.release(tensor)
 
     def close(self) -> None:
         with self._lock:

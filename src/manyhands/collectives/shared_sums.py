@@ -219,6 +219,12 @@ class SharedSums:
         self._memories.append(_Memory(rows, mine.data_ptr(), mine.data_ptr() + row_bytes))
         return mine[:num_bytes]
 
+    def release(self, tensor: Tensor) -> None:
+        """Give the memory from `allocate` back that a tensor is in. All workers do so at the same point."""
+        start = tensor.data_ptr()
+        self._memories = [each for each in self._memories if not each.begin <= start < each.end]
+        self._blocks.clear()
+
     def all_reduce(self, tensor: Tensor, op: Reduction) -> SharedWork:
         """Begin an all-reduce."""
         flat = tensor.detach().view(-1)

@@ -278,13 +278,15 @@ class LocalLearner(Learner):
         import torch
 
         count, kind = sum(t.numel() for t in tensors), (tensors[0].dtype, tensors[0].device)
-        flat = self._flats.get(kind)
-        if flat is None or flat.numel() != count:
+        if kind in self._flats and self._flats[kind].numel() != count:
+            group.release(self._flats.pop(kind))
+        if kind not in self._flats:
             if device.type == "cpu":
                 flat = group.allocate(count * kind[0].itemsize).view(kind[0])
             else:
                 flat = torch.empty(count, dtype=kind[0], device=device)
             self._flats[kind] = flat
+        flat = self._flats[kind]
         for part, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
             part.copy_(tensor.detach().reshape(-1))
         return flat

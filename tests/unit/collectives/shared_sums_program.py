@@ -31,6 +31,8 @@ from manyhands.collectives.sums import Reduction, reduce_in_order
 LIMITS = GroupLimits(gather_s=60.0, connect_s=30.0, collective_s=60.0)
 ALLOCATED = 300_001
 """Elements: no multiple of anything."""
+MAPS_OF_A_GROUP = 1
+"""Of shared memory, before `allocate`."""
 
 
 def numbers(rank: int, seed: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -54,6 +56,11 @@ def expected(hosts: str, seed: int, numel: int, dtype: torch.dtype, op: Reductio
 
 def compare_sums(group: Group, hosts: str, repeats: int) -> None:
     rank = group.rank
+    too_small = group.allocate(2 * ALLOCATED)
+    group.all_reduce(too_small)
+    group.release(too_small)
+    del too_small
+    assert left_behind()["maps"] == MAPS_OF_A_GROUP
     memory = group.allocate(4 * ALLOCATED).view(torch.float32)
     assert not memory.any()
     halves = [memory[: ALLOCATED // 2], memory[ALLOCATED // 2 :]]
