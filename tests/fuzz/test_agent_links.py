@@ -17,7 +17,7 @@ from variants import ANSWER_S, Dialect, Watched, sample, variants, watching
 
 from manyhands.coordinator.coordinator import Coordinator
 from manyhands.coordinator.inbox import ThreadFailed
-from manyhands.errors import LinkTimeout
+from manyhands.errors import LinkError, LinkTimeout
 from manyhands.hosts.agent_messages import (
     FROM_AGENT,
     TO_AGENT,
@@ -165,9 +165,13 @@ def attack_agent(these: list[Variant], folder: Path) -> None:
                                 "here", "there", None, "fuzzed", "/no", 1.0, 15.0, "secret"
                             )
                         )
-                        assert isinstance(
-                            link.recv(FROM_AGENT, timeout_s=ANSWER_S).message, AgentReady
-                        )
+                        try:
+                            answer = link.recv(FROM_AGENT, timeout_s=ANSWER_S).message
+                        except LinkError as error:
+                            raise AssertionError(
+                                f"{error}\n{agent.out}\nbefore {variant}"
+                            ) from error
+                        assert isinstance(answer, AgentReady)
                     say(link, variant, NONSENSE)
                     ends(link, variant)
                 agent.check(variant)

@@ -23,6 +23,10 @@ OPERATION = "its group gives an operation a timeout"
 SHORT = "what it waits for has deadlines of its own"
 
 REASONS = {
+    "collectives/between_hosts.py": {
+        "self._thread.join()": "it was told to end, and waits for nothing else",
+        "work.wait()": "it is complete",
+    },
     "collectives/compressed.py": {"each.work.wait()": OPERATION},
     "collectives/group.py": {"made.barrier().wait()": OPERATION, "work.wait()": OPERATION},
     "collectives/shared_sums.py": {

@@ -43,6 +43,8 @@ from manyhands.transport.fields import MessageSet
 
 FIRST = MessageSet(Hello, AgentHello)
 LIMITS = Limits(head_bytes=16 << 20, payload_bytes=CHUNK_BYTES)
+HELLO_READ_S = 0.5
+"""Time until the hello of a member is read that has ended: it may have sent one."""
 HELLO_LIMITS = Limits(head_bytes=64 << 10, payload_bytes=0)
 """Limits on the first message of a connection."""
 
@@ -71,6 +73,8 @@ class MemberRecord:
     """If true, it sent its goodbye or was dismissed."""
     ignored: bool = False
     """If true, its messages do not count any more."""
+    linked: threading.Event = field(default_factory=threading.Event)
+    """Its hello was read."""
     all_read: threading.Event = field(default_factory=threading.Event)
     """Set once all of its messages are in the inbox."""
     exit_code: int | None = None
@@ -338,6 +342,7 @@ class Coordinator:
                 link.close()  # a certificate is valid for its own member only
                 return
             member.link = link
+            member.linked.set()
             name = f"tell-{member.name}"
             member.outgoing = Outgoing(link, name=name, on_error=self.thread_failed)
         except LinkError:
@@ -370,7 +375,8 @@ class Coordinator:
 
     def _reap(self, member: MemberRecord) -> None:
         code = member.handle.wait()
-        # Its last messages should be read before its end is announced.
+        # Its last messages should be read before its end is announced, even if it ended soon after its hello.
+        member.linked.wait(HELLO_READ_S)
         if member.link is not None:
             member.all_read.wait(self.timeouts.settle_s)
             member.link.close()  # on a host that counts as lost it may live, and must stop

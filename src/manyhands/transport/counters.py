@@ -24,6 +24,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from manyhands.transport.address import MAX_UNIX_PATH
+
 COUNTER_BYTES = 8
 LOOK_S = 0.2
 """Interval at which a waiting member checks that there is still something to wait for."""
@@ -85,6 +87,7 @@ class Doorbell:
     """Datagram socket that wakes one member."""
 
     def __init__(self, folder: Path, name: str) -> None:
+        self._path_of_folder = folder
         self._folder = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         self._path = self._path_of(name)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -142,5 +145,9 @@ class Doorbell:
         self._folder = -1
 
     def _path_of(self, name: str) -> str:
-        # The kernel has 108 bytes for a path, and the folder's own may be longer.
-        return f"/proc/self/fd/{self._folder}/bell-{name}"
+        path = f"{self._path_of_folder}/bell-{name}"
+        if len(os.fsencode(path)) <= MAX_UNIX_PATH:
+            return path
+        return (
+            f"/proc/self/fd/{self._folder}/bell-{name}"  # of any folder, however long its path is
+        )
