@@ -255,9 +255,8 @@ def test_a_new_member_that_fails_to_start_is_replaced(tmp_path: Path) -> None:
     assert driver.membership.num_replaced == 0
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(PARTS, marks=pytest.mark.long), STEPS], ids=["parts", "steps"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("config", [PARTS, STEPS], ids=["parts", "steps"])
 def test_a_frozen_member_is_ended_and_the_others_continue(tmp_path: Path, config: Lockstep) -> None:
     watcher = Watcher()
     watcher.acts.append((at_step(5), lambda: watcher.kill("worker-1", signal.SIGSTOP)))
