@@ -93,9 +93,8 @@ class SumsBetweenHosts(SharedSums):
         self._thread.join()
         self._to_send.clear()
         self._under_way.clear()
-        self._failed = (
-            None  # its traceback refers to this, and to operations that keep connections open
-        )
+        # Its traceback refers to this, and to operations that keep connections open.
+        self._failed = None
         super().close()
 
     # How sums that travel differ from those of one host ---------------------------------------------

@@ -473,7 +473,7 @@ class TorchGroup(Group):
     def cut(self) -> None:
         with self._lock:
             self._cut = True
-            splits, default = list(self._splits), self._made_default
+            splits, default, sums = list(self._splits), self._made_default, self._sums
         for split in splits:
             split.cut()
         if default is not None:
@@ -483,8 +483,8 @@ class TorchGroup(Group):
             with suppress(RuntimeError):
                 made.abort()
         self._connections.shut_down()
-        if self._sums is not None:
-            self._sums.wake_up()
+        if sums is not None:  # not that of self, which may be closed meanwhile
+            sums.wake_up()
 
     def allocate(self, num_bytes: int) -> Tensor:
         if self._sums is None:
